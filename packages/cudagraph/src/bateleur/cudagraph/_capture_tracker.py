@@ -188,7 +188,7 @@ class CaptureTracker(TorchDispatchMode):
         return self._call(func, args, kwargs)
 
     def refuse(self, reason: str, kind: type[CaptureError] = CaptureError) -> CaptureError:
-        """Return the error to raise. It is also recorded, so that the capture fails even if the body catches it."""
+        """Return the error to raise for `reason`. It is recorded: the capture fails even if the body catches it."""
         error = kind(f"{self._key}: {reason}")
         self.failure = self.failure or error
         return error
@@ -202,7 +202,7 @@ class CaptureTracker(TorchDispatchMode):
         )
 
     def check(self) -> None:
-        """Raise an error of the capture that the body caught, or one that shows only at the end of a piece.
+        """Raise an error that the captured function caught, or one that shows only at the end of a piece (one graph).
 
         Raises:
             CaptureError: such an error. Also if external memory was freed or resized during the capture.
@@ -230,7 +230,7 @@ class CaptureTracker(TorchDispatchMode):
         return result
 
     def _own_new(self, values: Sequence[Any]) -> list[int]:
-        """Track new storages in an operator's results as owned. Return the indices of results that view them."""
+        """Track new storages of an operator's results as owned. Return the indices of the results that view them."""
         new: dict[TrackedStorage, None] = {}
         indices = []
         for i, value in enumerate(values):

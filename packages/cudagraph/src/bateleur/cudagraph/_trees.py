@@ -43,7 +43,7 @@ def replace_tensors(tree: T, change: Callable[[Tensor], Tensor]) -> T:
 
 
 def watch_lazy_changes(state: object, *, into_objects: bool = True) -> Callable[[object], str | None]:
-    """Remember the containers and objects in `state`, to find those that a later state shares but that have changed.
+    """Remember the containers and objects in `state`, to find changed ones that a later state shares.
 
     Changed contents of tensors do not count, because every staging writes them.
 
@@ -89,7 +89,7 @@ def _walk(node: object, path: str, into_objects: bool = False) -> Iterator[tuple
 
 
 def _children(node: object) -> dict[str, object]:
-    """Return what a container or object holds, by the path suffix that selects it. Empty for a leaf."""
+    """Return the items of a container or object, by the path suffix that selects each. Empty for a leaf."""
     if isinstance(node, Mapping):
         return {f"[{key!r}]": child for key, child in node.items()}
     if isinstance(node, tuple | list | AbstractSet):

@@ -122,7 +122,7 @@ def dispatch_jointly(steps: Sequence[RankStep], dispatcher: CudagraphDispatcher)
 
 
 def _join(batches: Sequence[UnpaddedBatch]) -> UnpaddedBatch:
-    """Return the smallest batch that fits a graph only if each of `batches` fits it."""
+    """Return one batch with the largest sizes of `batches`. It fits a graph only if each of `batches` fits it."""
     query_lens, variants = {batch.query_len for batch in batches}, {batch.variant for batch in batches}
     return UnpaddedBatch(
         num_reqs=max(batch.num_reqs for batch in batches),
@@ -137,7 +137,7 @@ def _join(batches: Sequence[UnpaddedBatch]) -> UnpaddedBatch:
 def _ready_on_all_ranks(
     steps: Sequence[RankStep], dispatcher: CudagraphDispatcher
 ) -> Container[BatchExecutionDescriptor] | None:
-    """Return the keys that every rank has captured. None means all."""
+    """Return the keys that every rank has captured. None means all keys of the dispatcher."""
     limits = [step.ready for step in steps if step.ready is not None]
     if not limits:
         return None
@@ -147,7 +147,10 @@ def _ready_on_all_ranks(
 def _rank_without_graph(
     steps: Sequence[RankStep], joint: UnpaddedBatch, reason: DispatchReason, dispatcher: CudagraphDispatcher
 ) -> tuple[int | None, DispatchReason]:
-    """Return the rank that is furthest from having a graph, and why. (None, `reason`) if each rank has a graph."""
+    """Return the rank whose batch meets the fewest constraints of a graph, and the first violated constraint.
+
+    (None, `reason`) if the batch of each rank fits a graph.
+    """
     found: list[tuple[int, int | None, DispatchReason]] = []
     for rank, step in enumerate(steps):
         not_captured = reason is DispatchReason.NOT_CAPTURED

@@ -287,7 +287,7 @@ class CudagraphDispatcher:
 def _keys(
     mode: CudaGraphMode, size: int, most_reqs: int, most_tokens: int, query_lens: Iterable[int]
 ) -> Iterable[BatchExecutionDescriptor]:
-    """Yield the keys of one capture size, within the engine's limits."""
+    """Yield the graph keys of capture size `size`, within the engine's limits of requests and tokens per step."""
     full, tokens = CudaGraphMode.FULL, min(size, most_tokens)
     for length in query_lens if mode.decode_mode is full else ():
         rows = min(-(-size // length), most_reqs, most_tokens // length)

@@ -38,7 +38,7 @@ class KeyMismatch(GraphError):
 
 
 class SignatureMismatch(GraphError):
-    """The host scalars of the batch do not fit the ones that were captured."""
+    """The host scalars of the batch do not fit those that the graph was captured with."""
 
 
 class NotCaptured(GraphError, KeyError):

@@ -84,7 +84,7 @@ def copy_tensors(output: object, extra_tensors: ExtraTensors[S], state: S) -> di
 def compare_runs(
     key: BatchExecutionDescriptor, eager: RunSeed, replay: RunSeed, num_seeds: int, rtol: float | None, atol: float
 ) -> ReplayComparison:
-    """Run random batches of seeds 0 .. `num_seeds` - 1 eagerly and by replay, and compare the results.
+    """Run the random batch of each seed 0 .. `num_seeds` - 1 by `eager` and by `replay`, and compare the results.
 
     Args:
         rtol, atol: tolerances, see `CudaGraphManager.verify`.
@@ -107,7 +107,7 @@ def compare_runs(
 
 
 def rounding_tolerance(dtype: torch.dtype) -> float:
-    """Relative difference that another order of a few sums may cause, about the default tolerance of torch's tests."""
+    """Return the relative difference that another order of a few sums may cause, about the default of torch's tests."""
     if not (dtype.is_floating_point or dtype.is_complex):
         return 0.0
     return (2 if dtype.itemsize <= 2 else 11) * torch.finfo(dtype).eps

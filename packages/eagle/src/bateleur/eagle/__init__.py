@@ -44,7 +44,7 @@ _LAZY = {
     "VocabShard": "vocab_shard",
     "PrefillEagleCudaGraphManager": "managers",
 }
-"""What needs graphs and heads, which noise and verification do not, several ranks, or C: imported when asked for."""
+"""Names that are imported at first use: they need graphs, heads, several ranks or C; noise and verification do not."""
 
 
 def __getattr__(name: str) -> Any:

@@ -20,8 +20,8 @@ from bateleur.eagle.rules import Drafts, RejectionOutput, Rows
 class LogitRows:
     """Maps drafts to the logit rows that verify them.
 
-    place: (C,) int64, 0 .. C-1. index: (R, C) int64, the i-th logit row of each request, clamped into range.
-    drafted: (R, K) bool, whether there is a draft.
+    place: (C,) int64, the numbers 0 .. C-1. index: (R, C) int64, index among the N logit rows of the i-th logit row of
+    each request, clamped to N - 1. drafted: (R, K) bool, whether there is a draft.
     """
 
     rows: Rows
@@ -34,7 +34,7 @@ class LogitRows:
 
     @classmethod
     def of(cls, num_logits: int, drafts: Drafts, rows: Rows) -> LogitRows:
-        """Assign each draft to the logit row that verifies it; there are `num_logits` rows."""
+        """Assign each draft to the logit row that verifies it. num_logits: N, number of logit rows."""
         tokens_RK, first_R = drafts.tokens, rows.query_start_loc[:-1].long()
         num_R = rows.query_start_loc[1:] - first_R
         place_C = torch.arange(tokens_RK.shape[1] + 1, device=tokens_RK.device)
@@ -61,7 +61,7 @@ class LogitRows:
         return self.index.gather(1, end_R1).squeeze(1), token_R, drafted_R
 
     def run(self, passed_RK: Tensor) -> Tensor:
-        """Return how many drafts passed their test before the first that did not, (R,) int64."""
+        """Return how many leading drafts of each request exist and passed their tests `passed_RK`, (R,) int64."""
         return (passed_RK & self.drafted).to(torch.int64).cumprod(1).sum(1)
 
     def output(self, accepted_R: Tensor, last: Drawn) -> RejectionOutput:

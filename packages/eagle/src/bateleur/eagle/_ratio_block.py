@@ -37,9 +37,9 @@ _LEAST = 1e-30
 
 
 class _Case(NamedTuple):
-    """Inputs of the verification of one step. scale: log-sum-exp of the N logit rows. drafted: that of the R * K draft
-    logits. greedy: (R,) bool. best: first maxima of the N rows. p, q, u: (R, K) target probability, draft probability
-    and uniform number of each draft.
+    """Inputs of the verification of one step. scale: log-sum-exp of the N logit rows. drafted: log-sum-exp of the R * K
+    rows of draft logits. greedy: (R,) bool. best: first maxima of the N rows. p, q, u: (R, K) target probability,
+    draft probability and uniform number of each draft.
     """
 
     logits: Tensor
@@ -148,7 +148,7 @@ def _matches(case: _Case) -> Tensor:
 
 
 def _excess(case: _Case, row_R: Tensor, place_R: Tensor, weight_R: Tensor) -> Tensor:
-    """Return the residual (weight p - q)+, (R, V), of logit rows `row_R` and the drafts with index `place_R`."""
+    """Return the residual (weight p - q)+, (R, V): p of logit rows `row_R`, q of drafts with index `place_R`."""
     assert isinstance(case.distribution, Logits)
     assert case.drafted is not None
     ids, of_shard, shard = case.distribution.ids, case.distribution.shard, case.shard

@@ -25,7 +25,7 @@ OUTLIER = 3.0
 
 @dataclass(slots=True)
 class _Phase:
-    """Steps with the same choice since the last change: (seconds, tokens) of the latest ones."""
+    """(seconds, tokens) of the latest steps since the choice between drafts and no drafts last changed."""
 
     num_steps: int = 0
     latest: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=2 * TRIAL_STEPS))
@@ -43,7 +43,7 @@ class _Phase:
 
 @dataclass(slots=True)
 class _Choice:
-    """The choice for one batch size, and the trial of the other choice while it runs."""
+    """The choice for one batch size (drafts or no drafts), and the trial of the other choice while it runs."""
 
     drafts: bool = True
     wait: int = FIRST_WAIT
@@ -55,7 +55,7 @@ class _Choice:
         return self.drafts if self.trial is None else not self.drafts
 
     def observe(self, seconds: float, num_tokens: int) -> None:
-        """Record a step that ran with the current choice or its trial."""
+        """Record the time and emitted tokens of a step, which ran with the current choice or the one on trial."""
         if self.trial is None:
             self.current.add(seconds, num_tokens)
             if self.current.num_steps >= SETTLE_STEPS + self.wait:
@@ -94,12 +94,12 @@ class AdaptiveDrafts:
         self._choices: dict[tuple[int, bool], _Choice] = {}
 
     def lengths(self, rows: PolicyRows) -> I32Array:
-        """Return the drafts of each request in the next step, (R,) int32: `num_drafts` (or less near its end) or 0."""
+        """Return the number of drafts of each request, (R,) int32: `num_drafts`, at most the request's `most`, or 0."""
         number = self.num_drafts if self._choice(len(rows), rows.greedy).runs_drafts else 0
         return np.minimum(number, rows.most).astype(np.int32)
 
     def numbers(self, most: int) -> Collection[int]:
-        """Return the numbers of drafts that all requests may get: 0 and `num_drafts`, `most` at most."""
+        """Return the two possible numbers of drafts a request: 0, and `num_drafts` capped at `most`."""
         return (0, min(self.num_drafts, most))
 
     def observe(self, step: StepTime) -> None:

@@ -1,7 +1,7 @@
 """Input buffers of draft passes, at constant addresses; their padding is always defined.
 
 Legend for shapes: N rows (requests) and M tokens of the largest batch, K drafts, Vd draft vocabulary, Hd hidden size of
-the head, n rows of a pass, R rows.
+the head, n requests of a pass, R rows of the request table.
 """
 
 import torch
@@ -129,7 +129,7 @@ class DraftInputs(DraftBuffers):
         self._rows = rows
 
     def hold_rows(self, seeds: Tensor, temperature: Tensor, block_table: Tensor, table_rows: Tensor) -> None:
-        """Write as `set_rows` inside a graph, for all rows that the graph reads. Call `note_rows` after a replay."""
+        """Write the values of `set_rows` inside a graph, for all its padded rows. Call `note_rows` after a replay."""
         rows = len(seeds)
         if self.logits is not None:
             self.logits.stage(table_rows)
@@ -137,7 +137,7 @@ class DraftInputs(DraftBuffers):
             buffer[:rows].copy_(values[:rows])
 
     def note_rows(self, rows: int) -> None:
-        """Record that at least `rows` leading rows may differ from 0, for `set_rows`."""
+        """Record that `rows` leading entries may differ from 0, so that `set_rows` clears them."""
         self._rows = max(self._rows, rows)
 
     def poison(self) -> None:
@@ -152,21 +152,21 @@ class DraftLogits:
     Drafts are made in one step and tested in a later one. Until then their request may pause or move in the batch.
     So logits are stored by row of the engine's request table.
 
-    lines: (N * K + 1, Vd) float32, K lines for each row of the table; the last one takes logits without a request.
+    lines: (N * K + 1, Vd) float32, K rows of logits for each request; the last one takes logits without a request.
     rows: (N,) int64, row of the table for each row of the batch; N in padding.
     """
 
     def __init__(
         self, max_num_reqs: int, num_speculative_tokens: int, vocab_size: int, device: torch.device | str
     ) -> None:
-        """Allocate for `max_num_reqs` rows of the request table, and as many requests of a batch."""
+        """Allocate buffers for `max_num_reqs` rows of the request table, and as many requests of a batch."""
         self._shape = (max_num_reqs, num_speculative_tokens, vocab_size)
         num_lines = max_num_reqs * num_speculative_tokens
         self.lines = torch.zeros(num_lines + 1, vocab_size, dtype=torch.float32, device=device)
         self.rows = torch.full((max_num_reqs,), max_num_reqs, dtype=torch.int64, device=device)
 
     def stage(self, rows: Tensor | None) -> None:
-        """Set the request table's rows (R,) int64 of the next drafts; None for a dummy step."""
+        """Set the rows (R,) int64 of the request table for which the next drafts are kept; None for a dummy step."""
         count = 0 if rows is None else len(rows)
         if rows is not None:
             self.rows[:count] = rows

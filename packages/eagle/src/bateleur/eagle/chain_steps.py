@@ -110,7 +110,7 @@ class ChainSteps:
     # --- dummies --------------------------------------------------------------------------------------------
 
     def stage(self, key: BatchExecutionDescriptor, phase: Phase) -> StagedBatch[DraftState]:
-        """Stage dummy requests of the full size of `key`, by the code for real ones; no keys or values are stored."""
+        """Stage dummy requests of the full size of `key`. Their slots are -1, so passes store no keys or values."""
         num_rows = key.num_tokens
         context_len = min(1, self.max_seq_len - 1)
         batch = self._dummies.dummy(BatchShape.of(num_rows, num_rows, 1), context_len=context_len)
@@ -154,7 +154,7 @@ class ChainSteps:
         table: Tensor | None = None,
         seed: int | None = None,
     ) -> StagedBatch[DraftState]:
-        """Stage a first pass that sampled token 0 everywhere, and build the metadata of the second one."""
+        """Stage the second draft pass, as if the first one had sampled token 0 everywhere, and build its metadata."""
         num_rows, x = batch.num_actual_reqs, self._inputs
         stage_dummy(x, self._cache, batch, 0, table, seed)
         drawn = torch.zeros(num_rows, dtype=torch.int64, device=x.device)
@@ -175,8 +175,7 @@ def stage_dummy(
     table: Tensor | None = None,
     seed: int | None = None,
 ) -> None:
-    """Stage a first draft pass over dummy requests, by the code for real ones, so that nothing of an earlier pass
-    remains.
+    """Stage a first draft pass over dummy requests: overwrite all inputs, as for real requests.
 
     table: block table of the requests, by default that of the batch.
     seed: if given, buffers and caches are random, sampled on their device in their dtype.
@@ -201,7 +200,7 @@ def stage_dummy(
 
 
 def bound_of_drafts(batch: CommonAttentionMetadata) -> SeqLenBound:
-    """Return length bounds of the requests of the target's step without rejected tokens, as known on the host.
+    """Return the host's bounds of the request lengths after the target's step, rejected tokens not counted.
 
     A request with drafts has only an upper bound, because the number of rejected drafts is known on the device.
     """

@@ -86,7 +86,7 @@ def _draw(logits: Tensor, temperature: Tensor, keys: Keys, role: Role, lanes: La
 
 
 DRAW = Implementations(_draw, triton="bateleur.eagle.kernels.rejection_sampler:draw")
-"""For at least one row over a whole vocabulary."""
+"""Forms of `draw` for at least one row over a whole vocabulary."""
 
 
 def perturbed(noise_RV: Tensor, logits: Tensor, temperature: Tensor) -> Tensor:

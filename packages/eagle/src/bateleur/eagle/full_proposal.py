@@ -66,7 +66,7 @@ class FullProposal:
 
     @property
     def generation(self) -> int:
-        """How often metadata of the passes after the first has been built."""
+        """Number of times that metadata of the passes after the first was built."""
         return self._steps.generation
 
     def addresses(self) -> Mapping[str, int]:
@@ -118,5 +118,5 @@ class FullProposal:
         return x.tokens[: batch.num_reqs].where(self._columns_K < room_N.unsqueeze(1), -1)
 
     def ran(self, num_rows: int) -> None:
-        """Record that a graph has written `num_rows` rows of the buffers, because the host does not see it."""
+        """Record on the host that a replayed graph has written the leading `num_rows` rows of the buffers."""
         self._inputs.note_rows(num_rows)

@@ -63,7 +63,7 @@ def stage_first(
 
 
 def stage_chain(buffers: DraftBuffers, token: Tensor, block_table: Tensor, block_size: int) -> None:
-    """Record the draws of the first pass, and stage the second pass: one token for each row of the first.
+    """Record the drafts sampled in the first pass, and stage the second pass, with one token for each request.
 
     token: (n,) integer, drafts of requests 0 .. n - 1, at least all real ones. -1 is recorded as no draft.
     block_table: (at least n, max_blocks) int32, block table of the draft's KV-cache group; a null block stores nothing.
@@ -77,7 +77,7 @@ def stage_chain(buffers: DraftBuffers, token: Tensor, block_table: Tensor, block
 
 
 def advance(buffers: DraftBuffers, token: Tensor, block_table: Tensor, block_size: int) -> None:
-    """Record the draws of a pass of the chain, and stage the next one; arguments as for `stage_chain`.
+    """Record the drafts sampled in a pass after the first, and stage the next pass; arguments as for `stage_chain`.
 
     Called after the last draft, too, although the staged pass is not run. A further call records nothing.
     """
@@ -162,14 +162,14 @@ def _advance(x: DraftBuffers, token: Tensor, block_table: Tensor, block_size: in
 
 
 def _clear(x: DraftBuffers, *zeroed: Tensor) -> None:
-    """Zero the inputs of all tokens, and store nothing."""
+    """Zero token ids, positions and the buffers `zeroed`, and set all slots to -1, so that a pass stores nothing."""
     for each in (x.input_ids, x.positions, *zeroed):
         each.zero_()
     x.slot_mapping.fill_(PAD_SLOT)
 
 
 def _put(buffer: Tensor, values: Tensor, tail: Tensor | int = 0) -> None:
-    """Write the leading entries, and `tail` to all entries after them."""
+    """Write `values` to the leading entries of `buffer`, and `tail` to all entries after them."""
     buffer[: len(values)] = values
     buffer[len(values) :] = tail
 

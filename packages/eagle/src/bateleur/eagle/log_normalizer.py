@@ -27,7 +27,7 @@ class LogNormalizer(NamedTuple):
 
     @classmethod
     def of(cls, logits: Tensor, shard: VocabShard | None = None) -> LogNormalizer:
-        """Compute both for (N, V) float32 logits, with a shard over all ranks, which exchange 16 bytes a row."""
+        """Compute both numbers for (N, V) float32 logits. If `shard` is given, ranks exchange 16 bytes a row."""
         best_N1 = logits.amax(-1, keepdim=True)
         if shard is not None:
             best_N1 = shard.best(best_N1)
@@ -35,7 +35,7 @@ class LogNormalizer(NamedTuple):
         return cls(best_N1, mass_N1.log_().float())
 
     def at(self, row: Tensor) -> LogNormalizer:
-        """Return the entries of rows `row` (...) int64, with shape (..., 1) each."""
+        """Return both numbers of the logit rows `row` (...) int64, with shape (..., 1) each."""
         return LogNormalizer(self.best[row], self.log_mass[row])
 
     def log_probs(self, logits: Tensor) -> Tensor:

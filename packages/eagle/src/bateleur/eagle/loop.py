@@ -49,7 +49,7 @@ class Request:
             )
 
     def ends(self, answer: list[int]) -> bool:
-        """Whether the last token of an answer ends it."""
+        """Whether an answer is complete: its last token is a stop token, or the function `stop` returns True."""
         return self.stop(answer) if callable(self.stop) else answer[-1] in self.stop
 
 
@@ -187,7 +187,7 @@ class _Proposer:
 
 
 class _Whole:
-    """Makes a function a cached target: keeps only the tokens, and computes the whole sequence in every step."""
+    """Adapts a `Function` to `CachedTarget`: keeps only the tokens, and computes the whole sequence in every step."""
 
     def __init__(self, function: Function) -> None:
         self.device = torch.device("cpu")

@@ -92,7 +92,7 @@ class PrefillEagleCudaGraphManager(CudaGraphManager[DraftState, Tensor]):
 
 
 class LentSteps:
-    """Stages steps of the target for draft passes: each borrowed captured state becomes a `DraftState`.
+    """Stages steps of the target for draft passes: makes a `DraftState` of each captured state of the target.
 
     adopt: function from a captured state of the target to a `DraftState`. own: stages the drafter's own buffers.
     """

@@ -67,7 +67,7 @@ class NGramDrafter:
 
     @staticmethod
     def token_bytes(max_model_len: int) -> int:
-        """Bytes stored for one request."""
+        """Return the bytes that are stored for one request of at most `max_model_len` tokens."""
         return torch.int32.itemsize * (max_model_len + 1)
 
     def admit(self, row: int, token_ids: list[int]) -> None:
@@ -117,8 +117,9 @@ class NGramDrafter:
 
 
 def _num_equal(text_RC: Tensor, suffix_RN: Tensor, counts_RC: Tensor) -> Tensor:
-    """Return (R, C) int64: how many of the last tokens, `suffix_RN` from the last one back, match the text up to each
-    position. `counts_RC` is written to.
+    """Return (R, C) int64: how many of the request's last tokens equal the tokens of `text_RC` up to each position.
+
+    suffix_RN: the last tokens, newest first. counts_RC: positions that may match; overwritten.
     """
     num_equal_RC = torch.zeros_like(text_RC, dtype=torch.int64)
     for i in range(suffix_RN.shape[1]):

@@ -174,7 +174,7 @@ def mixed(words_L: Tensor, low_R1: Tensor, high_R1: Tensor) -> Tensor:
 
 
 def unit(bits_RL: Tensor) -> Tensor:
-    """Turn random bits into uniform numbers; overwrites its argument."""
+    """Turn random bits (R, L) int32 into uniform numbers, float32; overwrites its argument."""
     return bits_RL.bitwise_and_(0x7FFFFFFF).to(torch.float32).mul_(SCALE).add_(FLOOR)
 
 
@@ -203,13 +203,13 @@ def hashed(seed: Tensor, name: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _fmix64_(x: Tensor) -> Tensor:
-    """MurmurHash3's 64-bit finaliser, in place."""
+    """Apply MurmurHash3's 64-bit finaliser to int64 `x`, in place."""
     for factor in _FMIX64:
         _shifted_(x, 33).mul_(factor)
     return _shifted_(x, 33)
 
 
 def _shifted_(x: Tensor, shift: int) -> Tensor:
-    """x ^= x >>> shift, in place. The mask makes torch's arithmetic shift a logical one."""
+    """Compute x ^= x >>> shift in place. The mask makes torch's arithmetic shift a logical one."""
     keep = (1 << (8 * x.element_size() - shift)) - 1
     return x.bitwise_xor_((x >> shift).bitwise_and_(keep))

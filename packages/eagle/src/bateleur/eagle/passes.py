@@ -93,8 +93,8 @@ class DraftPasses:
         self._forward(execution, self._inputs.last_index[:0], [*self._layers[:-1], self._store])
 
     def chain(self, execution: Execution[DraftState]) -> Tensor:
-        """Run the staged pass and stage the next one; with a variant `(k,)` in the key, run all k - 1 passes after
-        the first.
+        """Run the staged draft pass and stage the next one. With a variant `(k,)` in the key, run all k - 1 passes
+        after the first one.
 
         The metadata is refreshed before each pass of a variant. Returns the (n,) int64 drafts of the last pass.
         """

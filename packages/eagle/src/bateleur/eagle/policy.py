@@ -67,7 +67,7 @@ class UniformPolicy(DraftPolicy, Protocol):
     """A policy that often gives all requests the same number of drafts, so that graphs of these numbers pay."""
 
     def numbers(self, most: int) -> Collection[int]:
-        """Return the numbers of drafts that the policy may give to all requests alike, `most` at most."""
+        """Return each number of drafts that the policy may give to every request of a step, capped at `most`."""
         ...
 
 
@@ -116,7 +116,7 @@ class FixedDrafts:
         return _capped(self.num_drafts, rows)
 
     def numbers(self, most: int) -> Collection[int]:
-        """Return the numbers of drafts that all requests may get: only `num_drafts`, at most `most`."""
+        """Return the only possible number of drafts a request: `num_drafts`, capped at `most`."""
         return (min(self.num_drafts, most),)
 
 
@@ -141,7 +141,7 @@ class ByBatchSize:
         return _capped(self.num_drafts[size], rows)
 
     def numbers(self, most: int) -> Collection[int]:
-        """Return the numbers of drafts that all requests may get: the values of `num_drafts`, at most `most`."""
+        """Return the possible numbers of drafts a request: the values of the mapping `num_drafts`, capped at `most`."""
         return [min(number, most) for number in self.num_drafts.values()]
 
 
@@ -202,7 +202,7 @@ class BySurvival:
         self._idle = np.zeros(0, np.int64)  # steps since the last probe, by row of the request table
 
     def lengths(self, rows: PolicyRows) -> I32Array:
-        """Return the number of drafts of each request, (R,) int32, that gives the most tokens per cost."""
+        """Return the number of drafts a request, (R,) int32, with the most expected tokens per cost of a step."""
         if not len(rows) or not rows.acceptance.shape[1]:
             return _capped(0, rows)
         survival_RK = rows.acceptance.cumprod(1)
@@ -267,7 +267,7 @@ def _capped(num_drafts: int, rows: PolicyRows) -> I32Array:
 
 
 def _within(values: IntArray | FloatArray, most: int) -> bool:
-    """Return whether all values are from 0 to `most`."""
+    """Return whether all values are in [0, `most`]."""
     if not values.size:
         return True
     return bool(np.minimum.reduce(values, None) >= 0 and np.maximum.reduce(values, None) <= most)

@@ -85,7 +85,7 @@ class Rule(Enum):
 
     @property
     def draft_role(self) -> Role:
-        """Role of the noise of drafts: that of the target for COUPLED, else an independent one."""
+        """Role of the noise that drafts are sampled with: the target's for COUPLED, else an independent one."""
         return Role.TARGET if self is Rule.COUPLED else Role.DRAFT
 
     def keys(self, seeds: Tensor, positions: Tensor, place: int | Tensor = 0) -> Keys:

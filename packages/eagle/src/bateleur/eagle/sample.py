@@ -54,7 +54,7 @@ def _drawn(logits: Tensor, metadata: SamplingMetadata, keys: Keys, role: Role, l
 
 
 SAMPLE = Implementations(_drawn, triton="bateleur.eagle.kernels.rejection_sampler:sample")
-"""For a whole vocabulary."""
+"""Forms of `sample` for a whole vocabulary."""
 
 
 def _whole(logits: Tensor, metadata: SamplingMetadata, words: Tensor, seeds: Tensor, name: Tensor) -> Tensor:

@@ -77,7 +77,7 @@ def shard_thresholds(logits: Tensor, metadata: SamplingMetadata, shard: VocabSha
 
 
 def _top(scaled_NL: Tensor, floor_N: Tensor, top_k_N: Tensor, shard: VocabShard) -> _Edge:
-    """Find the threshold that keeps the largest top_k of the tokens that are not below the floor."""
+    """Find the threshold of each row that keeps its top_k largest tokens not below `floor_N`."""
     size = shard.vocab_size
     top_k_N = top_k_N.where((top_k_N > 0) & (top_k_N < size), size)
     found = _search(scaled_NL, None, floor_N, top_k_N.minimum, shard)
@@ -85,7 +85,7 @@ def _top(scaled_NL: Tensor, floor_N: Tensor, top_k_N: Tensor, shard: VocabShard)
 
 
 def _nucleus(scaled_NL: Tensor, best_N: Tensor, edge: _Edge, top_p_N: Tensor, shard: VocabShard) -> _Edge:
-    """Find the threshold that top_p sets among the tokens that `edge` keeps."""
+    """Find the threshold of each row that top_p sets among the tokens that the threshold `edge` keeps."""
 
     def mass_of(x: Tensor, best: Tensor) -> Tensor:
         return (x - best).exp_().double().mul_(2.0**40).long()
@@ -112,10 +112,11 @@ def _nucleus(scaled_NL: Tensor, best_N: Tensor, edge: _Edge, top_p_N: Tensor, sh
 def _search(
     scaled_NL: Tensor, mass_NL: Tensor | None, start_N: Tensor, goal: Callable[[Tensor], Tensor], shard: VocabShard
 ) -> _Found:
-    """Find the largest value, not below `start_N`, such that the tokens not below it reach the goal, in number or in
-    mass (their weight).
+    """Find the largest value at or above `start_N` such that the tokens at or above it have at least the weight `goal`.
 
-    goal: maps the total weight not below the start, (N,) int64, to the weight to reach.
+    The weight of a token is its mass, or 1 if `mass_NL` is None.
+
+    goal: maps the total weight of the tokens at or above the start, (N,) int64, to the weight to reach.
     """
     above_N, goal_N1 = torch.zeros_like(start_N), None
     for shift in range(32 - DIGIT, -1, -DIGIT):
@@ -148,8 +149,9 @@ def _histogram(scaled: Tensor, mass: Tensor | None, start: Tensor, shift: int) -
 
 
 def _last_tie(scaled: Tensor, least: Tensor, kept: Tensor, own: Tensor) -> Tensor:
-    """Return the index of the last kept tie of each row, (N,) int32: of `own` values equal to `least` the first `kept`,
-    (N,) int64 each; -1 if none is kept, L if all are.
+    """Return the index of the last kept tie of each row, (N,) int32; -1 if no tie is kept, L if all are.
+
+    Ties are the values equal to `least`. There are `own` of them, and the first `kept` are kept, (N,) int64 each.
     """
     last_N = ((scaled == least.unsqueeze(1)).cumsum(-1) < kept.unsqueeze(1)).sum(-1)
     return last_N.where(kept > 0, -1).where(kept < own, scaled.shape[1]).int()

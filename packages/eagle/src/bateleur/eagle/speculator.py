@@ -159,7 +159,7 @@ class EagleSpeculator:
         return tokens_RK.clone() if room_R is None else tokens_RK.where(self._columns < room_R.unsqueeze(1), -1)
 
     def distribution(self, rows: Tensor) -> DraftDistribution:
-        """Return the distribution of the last drafts of rows of the request table: (R, K, Vd) logits if they sample."""
+        """Return the distribution of the last drafts of rows of the request table: logits under RATIO and BLOCK."""
         kept = self.inputs.logits
         if kept is None:
             return Coupled()
@@ -196,7 +196,7 @@ class EagleSpeculator:
                 self._warm_chain(target.batch, greedy)
 
     def _warm_chain(self, batch: CommonAttentionMetadata, greedy: bool) -> None:
-        """Run the draft pass after the first pass of a dummy step."""
+        """Run the second draft pass of the dummy step `batch` eagerly, so that its kernels are loaded."""
         rows, longest = batch.num_actual_reqs, self.steps.max_seq_len
         bound = bound_of_drafts(batch).advanced(1, longest)
         state = self.steps.build(rows, rows, bound, longest, BuildPhase.WARMUP, greedy=greedy)
@@ -235,7 +235,7 @@ class EagleSpeculator:
         self.decode.capture(self.steps, self._passes.chain, keep_going=keep_going)
 
     def _plan_decode(self, graphs: DraftGraphs) -> None:
-        """Choose the graphs of the passes after the first one (the chain); with K = 1 there are none."""
+        """Choose the graphs of the draft passes after the first one (the chain); no graphs if K = 1."""
         k = self.num_speculative_tokens
         if graphs.fuse and self._passes.refresh is not None:
             self._chains = tuple(sorted({*graphs.chains, k}))

@@ -27,7 +27,7 @@ class AcceptStats:
             raise ValueError(f"num_speculative_tokens={num_speculative_tokens} must be at least 1")
         self.num_steps = self.num_plain = self.num_drafts = self.num_accepted = 0
         self.counted = np.zeros((2, num_speculative_tokens), np.int64)
-        """Both as one array."""
+        """`tried` and `kept` as one array."""
         self.tried, self.kept = self.counted
 
     def update(self, num_drafts: IntArray, num_accepted: IntArray) -> None:
@@ -51,7 +51,7 @@ class AcceptStats:
 
     @property
     def acceptance_per_position(self) -> FloatArray:
-        """Share of drafts at index i, (K,) float64, accepted if all before it were. NaN if none was reached."""
+        """Share of accepted drafts i among those reached (all before were accepted), (K,) float64; NaN if none was."""
         rates = np.full(len(self.tried), np.nan)
         np.divide(self.kept, self.tried, out=rates, where=self.tried > 0)
         return rates
@@ -99,7 +99,7 @@ class AcceptanceEstimates:
         self.seen[row] = 0
 
     def update(self, rows: IntArray, num_drafts: IntArray, num_accepted: IntArray) -> None:
-        """Add one step of R different rows of the table; the counts are those of `AcceptStats.update`."""
+        """Add one step of R different rows of the table; counts as for `AcceptStats.update`."""
         tried, kept = _reached(self._k, num_drafts, num_accepted)
         new = np.concatenate((tried, kept), 1)
         self.seen[rows] = self.seen[rows] * np.where(np.tile(tried, 2) > 0, self.fade, 1.0) + new

@@ -25,24 +25,24 @@ class ShardCollectives(Protocol):
 
     @property
     def rank(self) -> int:
-        """The index of this rank."""
+        """Index of this rank among the ranks that share the vocabulary."""
         ...
 
     @property
     def size(self) -> int:
-        """The number of ranks."""
+        """Number of ranks that share the vocabulary."""
         ...
 
     def max_(self, x: Tensor) -> Tensor:
-        """All-reduce by maximum, int64, in place."""
+        """All-reduce `x`, int64, by maximum over the ranks, in place."""
         ...
 
     def sum_(self, x: Tensor) -> Tensor:
-        """All-reduce by sum, in place."""
+        """All-reduce `x` by sum over the ranks, in place."""
         ...
 
     def every(self, x: Tensor) -> Tensor:
-        """All-gather: (size, *x.shape)."""
+        """All-gather `x` of every rank; returns (size, *x.shape)."""
         ...
 
 
@@ -117,7 +117,7 @@ class VocabShard:
         return order_of(value).bitwise_left_shift_(32).add_(_LAST - self.first).sub_(lane)
 
     def best(self, value_N: Tensor) -> Tensor:
-        """Return the largest of the values of all shards, (N,) float32; NaN if one is NaN."""
+        """Return the maximum of `value_N` over all shards, for each row: (N,) float32; NaN if one is NaN."""
         return float_of(self.collectives.max_(order_of(value_N)))
 
     def lanes(self, token_ids: Tensor) -> tuple[Tensor, Tensor]:

@@ -54,8 +54,8 @@ class FoldCycle:
     """The steps of a long decode from one fold (ring entries added to the saved state) to the next, with the same
     number of accepted tokens in every step.
 
-    A ring is folded by the step after which it could not take another full step. Early folds at block boundaries, which
-    are hundreds of tokens apart, are ignored.
+    A step folds the ring if the ring has no room for another step with all drafts. Earlier folds at block boundaries,
+    which are hundreds of tokens apart, are ignored.
     """
 
     steps: int

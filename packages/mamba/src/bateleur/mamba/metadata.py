@@ -42,7 +42,7 @@ class MambaMetadata:
     after the last decode have no tokens. None for other steps."""
 
     def decodes(self) -> MambaMetadata:
-        """Return the metadata of the decode rows; tensors are views, and the counts stay those of the whole step."""
+        """Return the metadata of the decode rows. Tensors are views; `num_prefills` and other counts do not change."""
         rows = self.num_decodes
         plan, loc = self.plan.rows(0, rows), self.query_start_loc[: rows + 1]
         request_row = None if self.request_row is None else self.request_row[:rows]

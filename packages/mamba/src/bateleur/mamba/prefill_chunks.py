@@ -21,7 +21,7 @@ FLA_TILE = 64
 
 @dataclass(frozen=True, slots=True)
 class FlaTiles:
-    """Additional arguments of the kernels of fla-core, for steps that keep only the last state of each request."""
+    """Additional arguments of fla-core's kernels. Used in steps that keep only the last state of each request."""
 
     tiles: Tensor
     """(tiles, 2) int32: row, and index of the tile in the row."""
@@ -127,7 +127,7 @@ class PrefillChunker:
         return PrefillChunks(loc, chunk_loc, rows, chunk_write, row_loc, int(np.maximum.reduce(counts_R)), tiles)
 
     def _num_ends(self, tokens: Ints) -> Ints:
-        """Return the number of chunk ends in the first `tokens` tokens of a request."""
+        """Return the number of chunks that end within the first `tokens` tokens of a request."""
         if self._aligned:
             return tokens // self.chunk_size
         blocks, rest = np.divmod(tokens, self.block_size)

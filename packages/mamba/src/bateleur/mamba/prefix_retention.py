@@ -38,7 +38,7 @@ class PrefixRetention:
 
     @classmethod
     def of(cls, layout: CacheLayout) -> PrefixRetention:
-        """Return the default. NONE keeps no state, ALL every boundary, ALIGN the last boundary and the prompt's end."""
+        """Return the default of a cache mode: NONE keeps no state, ALL all, ALIGN the newest and the prompt's last."""
         align = layout.mode is MambaCacheMode.ALIGN
         every = layout.block_size if layout.mode is MambaCacheMode.ALL else 0
         return cls(layout.block_size, every, align, align)
@@ -72,7 +72,7 @@ class PrefixRetention:
         )
 
     def always_keeps(self, column: int) -> bool:
-        """Return whether the state in `column` of any request is cached at its boundary, and never dropped."""
+        """Return whether the state in `column` is kept for every request, from its boundary on, and never dropped."""
         boundary = (column + 1) * self.block_size
         return bool((self.every and boundary % self.every == 0) or (self.doubling and not column & (column + 1)))
 

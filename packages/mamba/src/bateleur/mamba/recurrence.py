@@ -38,7 +38,7 @@ class TensorSpec(NamedTuple):
         return math.prod(self.shape) * self.dtype.itemsize
 
     def random(self, shape: Sequence[int], generator: torch.Generator) -> Tensor:
-        """Return normally distributed numbers with the sign of the tensor, float64, on the generator's device."""
+        """Return normally distributed numbers with the sign `sign`, float64, on the generator's device."""
         drawn = torch.empty(tuple(shape), dtype=torch.float64, device=generator.device)
         self.randomize_(drawn, generator)
         return drawn
@@ -56,15 +56,15 @@ class FoldBatch(NamedTuple):
     ring_row: Tensor
     """Request row of the ring and of the request conv window."""
     ring_start: Tensor
-    """Tokens in the checkpoint. The first ring entry after the checkpoint is ring_start % L."""
+    """Tokens in the saved state. The first ring entry after the saved state is ring_start % L."""
     counts: Tensor
     """Number of ring entries to fold."""
     src: Tensor
-    """Slot of the checkpoint; 0 for a zero state."""
+    """Slot of the saved state; 0 for a zero state."""
     dst: Tensor
-    """Slot of the new checkpoint, which may be `src`."""
+    """Slot of the new saved state, which may be `src`."""
     page_offset: Tensor
-    """First entry of the request conv window that belongs to the new checkpoint."""
+    """First entry of the request conv window that belongs to the new saved state."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,7 +134,7 @@ class Recurrence(ABC):
     @property
     @abstractmethod
     def parameters(self) -> tuple[TensorSpec, ...]:
-        """Parameters of one layer, in float32 for any model dtype: rounding would accumulate over a sequence."""
+        """Parameters of one layer, float32 for any model dtype, because rounding would accumulate over a sequence."""
 
     @property
     @abstractmethod
@@ -239,7 +239,7 @@ class Recurrence(ABC):
 
     @property
     def request_conv_bytes(self) -> int:
-        """Bytes of the request conv window of one running request; 0 under SLOTS, where they are in state slots."""
+        """Bytes of the request conv window of one running request; 0 under SLOTS (part of the state slots)."""
         if self.policy is StatePolicy.SLOTS:
             return 0
         return math.prod(self.request_conv_shape) * self.conv_dtype.itemsize

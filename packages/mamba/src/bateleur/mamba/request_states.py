@@ -24,7 +24,7 @@ class RowStates:
     prev_col: Tensor
     """Under SLOTS: block-table column that the previous step wrote first; -1 if there was none."""
     base: Tensor
-    """Under FOLD: number of tokens in the checkpoint."""
+    """Under FOLD: number of tokens in the saved state."""
 
 
 class RequestStates:

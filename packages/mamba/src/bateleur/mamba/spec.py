@@ -22,7 +22,7 @@ class StatePolicy(Enum):
     SLOTS = "slots"
     """Keep the state after every token of the step, in 1 + K slots."""
     FOLD = "fold"
-    """Keep one state (the checkpoint) and a ring of later inputs. Only accepted inputs are folded into the state."""
+    """Keep one saved state and a ring of later inputs. Only accepted inputs are folded into the state."""
 
 
 class PromptScan(Enum):
@@ -117,7 +117,7 @@ class CacheLayout:
         return (num_tokens - 1) // self.block_size
 
     def max_hit_tokens(self, prompt_len: int) -> int:
-        """Return the maximum prefix-cache hit in tokens: whole blocks, with at least one token left to compute."""
+        """Return the maximum prefix-cache hit in tokens: whole blocks, and less than the whole prompt."""
         if self.mode is MambaCacheMode.NONE:
             return 0
         return max(prompt_len - 1, 0) // self.block_size * self.block_size

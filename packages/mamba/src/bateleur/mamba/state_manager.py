@@ -36,19 +36,19 @@ class StateBlockPool(Protocol):
         """Return `count` free state slots, each with one reference."""
 
     def hold(self, pages: Iterable[int]) -> None:
-        """Add one reference to each of these state slots, which are in the prefix cache."""
+        """Add one reference to each state slot in `pages`, all of them in the prefix cache."""
 
     def free(self, pages: Sequence[int]) -> None:
-        """Remove one reference from each slot. A slot in the prefix cache keeps its key until it is reused."""
+        """Remove one reference from each state slot in `pages`. A cached slot keeps its prefix key until reused."""
 
     def publish(self, page: int, key: bytes) -> bool:
-        """Add a referenced slot to the prefix cache by `key`. Returns False if another slot has, and keeps, the key."""
+        """Add state slot `page` to the prefix cache by `key`. Returns False if another slot has, and keeps, the key."""
 
     def find(self, key: bytes) -> int:
         """Return the state slot with prefix key `key`, 0 if there is none."""
 
     def forget(self, page: int) -> None:
-        """Remove a state slot from the prefix cache."""
+        """Remove state slot `page` from the prefix cache."""
 
     def clear(self) -> None:
         """Remove all references to state slots, and empty the prefix cache."""
@@ -60,7 +60,7 @@ class _BlockChanges(NamedTuple):
     dropped: list[list[int]]
     """(index in the step, row, column, slot) of each block to remove from the prefix cache."""
     published: list[list[int]]
-    """The same of each block to publish."""
+    """The same of each block to add to the prefix cache."""
     freed: NDArray[np.int64]
     """Cells of the flattened block table whose slots no later step reads."""
 
@@ -95,7 +95,7 @@ class MambaStateManager:
         # By row: the slot that it published last, 0 if another request had published the same prefix first.
         self._last_published = np.zeros(num_rows, dtype=np.int64)
         self._last_key = [(-1, b"")] * num_rows
-        """By row: the last published column, and its key."""
+        """By row: the last column that was added to the prefix cache, and its key."""
         self._always_kept = np.array([retention.always_keeps(column) for column in range(layout.columns())])
         self._max_blocks_per_decode = 1 + layout.num_speculative_blocks
         # By row past its prompt: all columns that it may write up to this number of tokens have slots.
@@ -217,7 +217,7 @@ class MambaStateManager:
         after_R: NDArray[np.int32],
         prompt_lens_R: NDArray[np.int32],
     ) -> _BlockChanges:
-        """Return the block changes of `commit` for the requests at `index` of the step, by `PrefixRetention`."""
+        """Return the blocks that `commit` drops, caches and frees, for the requests at indices `index` of the step."""
         size, rule = self.block_size, self.retention
         first_R, ends_R = before_R // size, (prompt_lens_R - 1) // size - 1
         counts_R = after_R // size - first_R

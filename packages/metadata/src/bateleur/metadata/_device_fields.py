@@ -53,7 +53,7 @@ class DeviceStep:
 
 
 def expand(fields: DeviceFields, step: DeviceStep) -> None:
-    """Write all device fields except the first k token ids and the block tables, which must be written before."""
+    """Write all device fields of a batch, except block tables and the first k token ids: write these before."""
     EXPAND.on(fields.seq_lens)(fields, step)
 
 

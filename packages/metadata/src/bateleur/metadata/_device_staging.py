@@ -74,7 +74,7 @@ class DeviceStaging:
             write_cells(batch, request_tables, rows, torch.zeros_like(rows[:1]), torch.zeros_like(rows[:1]))
 
     def forget(self) -> None:
-        """Treat every entry of the buffers as unknown, so that the next step defines all of them."""
+        """Treat every entry of the buffers as unknown, so that the next step writes all of them."""
         limits = self._values.limits
         self._dirty_rows = self._dirty_places = limits.max_num_reqs
         self._dirty_tokens = limits.max_num_tokens
@@ -83,7 +83,7 @@ class DeviceStaging:
         self._mirror.forget_all()
 
     def poison(self) -> None:
-        """Fill all buffers with poison values."""
+        """Fill all buffers with invalid values (the `poison` of each field), so that stale reads show in tests."""
 
         def fill() -> None:
             for buffer in self._buffers:
@@ -92,7 +92,7 @@ class DeviceStaging:
         self._queue.launch(fill)
 
     def write(self, rows: StepRows, shape: BatchShape, lengths: StepLengths, starts: I32Array | None) -> None:
-        """Upload the step and launch the kernels. ``starts``: None if they equal those of the last step."""
+        """Upload the step and launch the kernels. ``starts``: first token of each row; None if as in the last step."""
         packet, work = PackedUpload(), self._pad_once()
         truth = packet.add(rows.num_computed_tokens) if rows.num_computed_tokens_device is None else 0
         begins = None if starts is None else packet.add(starts)
@@ -125,7 +125,7 @@ class DeviceStaging:
             self._queue.copy(self._fields.input_ids[:first], rows.sampled_token_ids)
 
     def _pad_once(self) -> list[Work]:
-        """Return the work that pads the slot mappings of groups without slots, once. No step writes these mappings."""
+        """Return device work that pads the slot mappings of groups without slots; no work after the first call."""
         if not self._unpadded:
             return []
         self._unpadded = False
@@ -167,7 +167,7 @@ class DeviceStaging:
 
 
 class BlockTableMirror:
-    """Tracks which request rows are in the batch.
+    """Tracks which row of the batch holds each request, by the request's row in its :class:`BlockTable`.
 
     Attributes:
         batch_row_of: (M,) batch row of each request row, -1 if it is not in the batch.
@@ -179,22 +179,22 @@ class BlockTableMirror:
         self.forget_batch()
 
     def forget_batch(self) -> None:
-        """Forget which request rows are in the batch, because other tables were staged."""
+        """Treat the batch as empty, because a step staged whole tables that name no request rows."""
         self.batch_row_of: IntArray = np.full(self.num_rows, -1, np.int64)
         self._rows: IntArray = self.batch_row_of[:0]
         self._rows_bytes = b""
         self._num_clears = -1
 
     def forget_all(self) -> None:
-        """Forget the staged tables, on the device as well: the next step stages all rows again."""
+        """Treat all block tables on the device as unknown, so that the next step stages all rows again."""
         self.forget_batch()
         for table in self.tables:
             table.mark_all_unstaged()
 
     def place_rows(self, rows: IntArray) -> BoolArray | None:
-        """Assign request rows (R,) to batch rows 0 to R - 1.
+        """Assign the requests in rows `rows` (R,) of the block tables to batch rows 0 to R - 1.
 
-        Returns (R,) bool, True for batch rows that hold another request's block ids; None if none does.
+        Returns (R,) bool, True for batch rows that still hold block ids of another request; None if there are none.
         """
         num_clears = sum(table.num_clears for table in self.tables)
         rows_bytes = rows.tobytes()
@@ -217,7 +217,10 @@ def _fill(tensor: Tensor, value: Any, parts: Sequence[Tensor]) -> None:
 
 
 def _put_table(target: Tensor, shape: tuple[int, ...], table: int, parts: Sequence[Tensor]) -> None:
-    """Write the uploaded table and set the other rows and columns of ``target`` to the null block."""
+    """Write the uploaded table to ``target``, and set the other rows and columns of ``target`` to the null block.
+
+    shape: of the uploaded table. parts: the uploaded arrays; ``table`` is the index of the table among them.
+    """
     target.zero_()
     target[: shape[0], : shape[1]] = parts[table].view(shape)
 

@@ -69,7 +69,7 @@ class Buffer:
     dirty: int = 0
 
     def put(self, values: Any, count: int) -> None:
-        """Write the first ``count`` entries and set the following ones to ``pad``, as far as earlier steps wrote."""
+        """Write ``values`` to the first ``count`` entries; set later entries that earlier steps wrote to ``pad``."""
         self.host[:count] = values
         if self.dirty > count:
             self.host[count : self.dirty] = self.pad
@@ -103,7 +103,7 @@ class PackedUpload:
         return len(self._sizes) - 2
 
     def send(self, queue: DeviceQueue, device: torch.device) -> tuple[Tensor, ...]:
-        """Enqueue the copy. Returns the device tensors by index."""
+        """Enqueue one copy of all arrays to ``device``. Returns their device tensors, by the index from :meth:`add`."""
         source = pinned((sum(self._sizes),), torch.int32, device)
         np.concatenate(self._parts, out=source.numpy(), casting="same_kind")
         target = torch.empty(source.shape, dtype=torch.int32, device=device)

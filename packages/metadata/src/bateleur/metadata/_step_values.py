@@ -58,7 +58,7 @@ class StepValues:
         rows.check_arrays(shape.num_reqs, shape.num_tokens, self.groups, self._table_rows)
 
     def lengths(self, rows: StepRows, shape: BatchShape) -> StepLengths:
-        """Return the checked lengths of a step. Raises ValueError."""
+        """Check the lengths of a step and return them. Raises ValueError if one breaks a limit."""
         ones = rows.query_lens.tobytes() == self._ones[: 4 * shape.num_reqs]
         single_token = ones and shape.num_tokens == shape.num_reqs
         starts = self._iota[: shape.num_reqs + 1] if single_token else self._starts(rows, shape)

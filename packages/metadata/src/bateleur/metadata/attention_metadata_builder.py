@@ -12,7 +12,7 @@ M = TypeVar("M")
 
 
 class BuildPhase(Enum):
-    """Why metadata is built: to run a step, or for a capture."""
+    """Why metadata is built: to run a step, or to capture a graph."""
 
     RUN = "run"
     WARMUP = "warmup"
@@ -20,7 +20,7 @@ class BuildPhase(Enum):
 
 
 class GraphSupport(IntEnum):
-    """Batches that a backend can be captured for in a CUDA graph; each value includes the smaller ones.
+    """Batches that a backend can be captured for in a CUDA graph; a larger value includes all smaller ones.
 
     Like vLLM's ``AttentionCGSupport``.
     """

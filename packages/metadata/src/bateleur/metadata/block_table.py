@@ -75,7 +75,7 @@ class BlockTable:
         return not self._written
 
     def take_writes(self, batch_row: IntArray, moved: bool) -> tuple[IntArray, IntArray, I32Array] | None:
-        """Take the logged writes of requests in the batch: batch rows, columns and current ids, (n,) each, or None.
+        """Take the logged writes of requests in the batch: batch rows, columns and current ids, (n,) each; or None.
 
         batch_row: (M,) batch row of each row of this table, -1 if it is not in the batch; its writes stay in the
             log.
@@ -95,7 +95,7 @@ class BlockTable:
         return (batch_rows, columns, self._flat[cells]) if len(batch_rows) else None
 
     def _pending_cells(self, moved: bool) -> IntArray | None:
-        """Take from the log the cells (flat indices) that :meth:`take_writes` searches."""
+        """Remove the written cells (flat indices) from the log and return them, for :meth:`take_writes`; or None."""
         if moved:
             self._written += self._skipped
             self._skipped = []

@@ -55,7 +55,7 @@ class Implementations(Generic[F]):
     native: str | None = None
 
     def on(self, where: Tensor) -> F:
-        """Return the implementation for the device of ``where``.
+        """Return the implementation for the device of the tensor ``where``.
 
         Triton launches on the current device. If ``where`` is on another GPU, the returned function makes that GPU
         current while it runs.
@@ -78,8 +78,8 @@ def define_op(
 ) -> F:
     """Define the operator ``torch.ops.<library>.<name>`` with the signature of ``like`` and return it.
 
-    mutates: names of the arguments that it writes to. fake: implementation for fake tensors. name: default is the name
-    of ``like``.
+    forms: its implementations. mutates: names of the arguments that it writes to. fake: implementation for fake
+    tensors. name: name of the operator; default is that of ``like``.
 
     On CUDA, float64 uses the torch implementation, because Triton kernels compute in float32.
     """
@@ -111,7 +111,7 @@ def skip_dispatcher(operator: F, form: F) -> F:
 
 
 def run_on_cpu(forms: Implementations[Any], *args: Any) -> Any:
-    """Run the native implementation if there is one that supports the arguments, else torch's."""
+    """Call the native implementation of ``forms`` with ``args``, or torch's if there is none that supports them."""
     if forms.native is not None and native.unavailable_reason() is None:
         found = load(forms.native)(*args)
         if found is not UNSUPPORTED:

@@ -76,7 +76,7 @@ class Field:
 
     @property
     def poison(self) -> int | bool:
-        """An out-of-range value, or the negated padding of a bool field, to detect stale reads."""
+        """An invalid value that shows stale reads: out of range, or the negated padding of a bool field."""
         if self.dtype is torch.bool:
             return not self.pad
         return torch.iinfo(self.dtype).max - 6

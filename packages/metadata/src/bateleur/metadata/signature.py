@@ -11,7 +11,7 @@ from enum import Enum
 
 
 class Role(Enum):
-    """Rule between a captured host scalar and that of a batch that replays the graph."""
+    """Rule between a host scalar at capture and the same scalar of a batch that replays the graph."""
 
     BOUND = "bound"
     """Sizes a launch, grid or workspace: the captured value must be at least the batch's."""

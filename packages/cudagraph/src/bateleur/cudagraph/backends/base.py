@@ -103,7 +103,7 @@ class GraphBackend(Protocol):
         """Name of the backend: `cuda`, `recorded` or `eager`."""
 
     def session(self) -> AbstractContextManager[None]:
-        """Return the context for warm-ups and captures, such as a side stream. Its end restores stream and settings."""
+        """Return the context for warm-ups and captures, such as a side CUDA stream. Its exit restores the stream."""
         return nullcontext()
 
     def capture(self, body: Body[S, T], key: BatchExecutionDescriptor, state: S) -> CapturedBody[S, T]:

@@ -76,7 +76,7 @@ def begin_capture(graph: torch.cuda.CUDAGraph, handle: Any) -> None:
 
 
 def end_capture(graph: torch.cuda.CUDAGraph) -> None:
-    """End a capture. It may be empty."""
+    """End a capture of `graph`. A capture without operators is no error."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The CUDA Graph is empty")
         graph.capture_end()

@@ -6,7 +6,7 @@ from bateleur.cudagraph.execution import Body, Execution, S, T
 
 
 class EagerBackend(GraphBackend):
-    """Keeps the body (function) instead of capturing it. Nothing is fixed; each replay returns new tensors."""
+    """Keeps the body (function) instead of capturing it. A replay calls the body, and returns new tensors."""
 
     name = "eager"
 

@@ -91,7 +91,7 @@ def _copy_results(func: OpOverload, result: Any, targets: tuple[tuple[int, Tenso
 
 
 class OperatorRecorder(CaptureTracker):
-    """Records the operators of a capture. At the end of each piece it undoes what the operators did."""
+    """Records the operators of a capture. At the end of each piece it undoes the effects of the operators."""
 
     def __init__(self, key: BatchExecutionDescriptor, pool: CpuGraphPool, pool_views: WeakSet[UntypedStorage]) -> None:
         super().__init__(key, torch.device("cpu"), pool_views)
@@ -120,7 +120,7 @@ class OperatorRecorder(CaptureTracker):
             self._undo()
 
     def result_buffer(self, result: Tensor) -> Tensor:
-        """Allocate memory for the result of an eager part, and copy the result, because the capture goes on with it."""
+        """Allocate memory for the result of an eager part, and copy the result: operators of the next piece read it."""
         made = super().result_buffer(result)
         with self.paused():
             made.copy_(result)

@@ -26,7 +26,7 @@ _CHUNK = 3
 
 @dataclass(frozen=True, slots=True)
 class DrafterReport:
-    """Result of a check. `num_steps` counts request steps with drafts, `num_accepted` accepted drafts."""
+    """Result of a check. num_steps: verifications of a request with drafts. num_accepted: accepted drafts."""
 
     drafter: str
     num_proposals: int
@@ -53,16 +53,16 @@ def check_drafter(
 
     Args:
         make_drafter: creates a new drafter for an engine, whose `groups`, `limits`, `target` and `backend` it may
-            read; K
-            is at most 8.
+            read.
+            K is at most 8.
         reads_device: whether the drafter may wait for the device; for drafters in tests.
         target, engine: target model and engine that the drafter drafts for.
 
     Raises:
         ConformanceError: with every violation found; each starts with the letter of its class. P: shape, dtype or ids
-            of a proposal. N: more drafts than requested. W: inputs are written to. S: it waits for the device. B:
-            drafts
-            depend on the other requests, on their order, or on an earlier request. D: drafts depend on padding.
+            of a proposal. N: more drafts than requested. W: inputs are written to. S: it waits for the device.
+            B: drafts depend on the other requests, on their order, or on an earlier request.
+            D: drafts depend on padding.
             K: drafts depend on the earlier number of drafts. T: emitted tokens differ from those of plain decoding.
     """
     run = _Check(make_drafter, reads_device, target, engine)
@@ -112,7 +112,7 @@ class _Check:
         self._noted: set[tuple[str, str]] = set()
 
     def note(self, letter: str, text: str) -> None:
-        """Record a violation once."""
+        """Record the violation `text` of class `letter`, once."""
         if (letter, text.split(":")[0]) not in self._noted:
             self._noted.add((letter, text.split(":")[0]))
             self.violations.append(Violation(letter, text))
@@ -127,7 +127,7 @@ class _Check:
         self.compare(base, self.run(_JOBS, asked=(None, 0, 1, None, 0)), "K", "after steps with fewer drafts")
 
     def watched(self, drafter: Drafter, vocab_size: int, *, reads: bool) -> Any:
-        """Wrap a drafter: its proposals are checked, and invalid entries removed, before the engine reads them."""
+        """Wrap a drafter: proposals are checked, and invalid entries removed. reads: it may wait for the device."""
 
         def propose(context: DraftContext) -> Tensor:
             shown = dict(_tensors(context))
@@ -164,7 +164,7 @@ class _Check:
         return sound
 
     def compare(self, base: _Seen, other: _Seen, letter: str, when: str) -> None:
-        """Check that both runs have equal drafts after the same tokens, if both requested them, and equal tokens."""
+        """Check that two runs have equal tokens, and equal drafts after equal tokens wherever both requested drafts."""
         for place in sorted(base.drafts.keys() & other.drafts.keys()):
             first, second = base.drafts[place], other.drafts[place]
             known = min(len(first), len(second))
@@ -187,7 +187,8 @@ class _Check:
     ) -> _Seen:
         """Run the requests `jobs` with a new drafter.
 
-        plain: also decode without drafts, to compare. asked: numbers of drafts that steps request, in turn.
+        plain: also decode without drafts, to compare. reverse: reverse the order of requests. padded: pad steps, with
+        NaN in the padding. asked: numbers of drafts that steps request, in turn.
         """
         engine = self._engine(
             self._target(), get_backend("torch", device="cpu", dtype=DTYPE, head_dim=HEAD_DIM), _LIMITS, _MOST_DRAFTS

@@ -33,7 +33,7 @@ class ToyLayer:
 
 
 def weights(seed: int, device: torch.device | str) -> Callable[..., Tensor]:
-    """Return a function that creates random matrices, the same ones in the same order."""
+    """Return a function that creates a random matrix of the given shape; `seed` fixes the sequence of matrices."""
     generator = torch.Generator().manual_seed(seed)
 
     def make(*shape: int) -> Tensor:

@@ -42,7 +42,7 @@ class Described:
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """One configuration in terms of all layouts: `layer` has the sizes of the decoder layer, `head` the options."""
+    """A configuration of any layout: fields `layer` with the sizes of the decoder layer, `head` with the options."""
 
     layout: Layout
     eagle3: bool
@@ -107,8 +107,8 @@ def _require_targets(fields: Fields, name: str, its: int) -> None:
 def _window(layer: Fields) -> int | None:
     """Return the sliding window of the first layer; `layer_types`, if given, decides whether there is one.
 
-    Without `layer_types` a Mistral layer has the given window, or the default of transformers; other layers need a
-    flag.
+    Without `layer_types` a Mistral layer has the field `sliding_window` or its default in transformers; another layer
+    has a window only if `use_sliding_window` is true.
     """
     types = layer.choices("layer_types", ("full_attention", "sliding_attention"))
     if len(set(types)) > 1:

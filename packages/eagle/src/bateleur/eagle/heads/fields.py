@@ -26,7 +26,7 @@ class Fields:
         return self._values.get(name)
 
     def size(self, name: str, default: int | None = None) -> int:
-        """Return an integer field, at least 1 and at most the largest size of any head."""
+        """Return an integer field. Raises ValueError unless it is in [1, 2^24], or a higher limit for some names."""
         value, most = self._values.get(name, default), _MOST.get(name, 1 << 24)
         if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
             raise ValueError(f"{name} is {value!r}; it must be a whole number in [1, {most}]")
@@ -129,7 +129,7 @@ class Fields:
 
 
 def _llama3(turn: float, fields: Fields) -> float:
-    """Return a rotary frequency scaled as in Llama 3.1: low ones divided by `factor`, high ones kept."""
+    """Return the rotary frequency `turn` scaled as in Llama 3.1: divided by `factor` if low, kept if high."""
     factor, low = fields.number("factor", 8.0), fields.number("low_freq_factor", 1.0)
     high, context = fields.number("high_freq_factor", 4.0), fields.size("original_max_position_embeddings")
     if high <= low:
@@ -140,8 +140,8 @@ def _llama3(turn: float, fields: Fields) -> float:
 
 
 def _yarn(turns: list[float], theta: float, fields: Fields) -> tuple[list[float], float]:
-    """Return YaRN's frequencies, and its factor on cosine and sine. Frequencies with many turns within the original
-    length are kept, those with few are divided by `factor`, and others are interpolated.
+    """Return YaRN's frequencies, and its factor on cosine and sine. A frequency that makes many rotations within the
+    original length is kept, one that makes few is divided by `factor`, and others are interpolated.
     """
     for name in ("mscale", "mscale_all_dim"):
         if fields.raw(name) is not None:

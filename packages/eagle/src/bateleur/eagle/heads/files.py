@@ -30,7 +30,7 @@ class TensorFiles(Mapping[str, Tensor]):
         return len(self._read)
 
     def rename(self, rename: Callable[[str], str]) -> TensorFiles:
-        """Return the same tensors under other names. Raises `ValueError` if two get the same name."""
+        """Return the same tensors under the names `rename(name)`. Raises `ValueError` if two get the same name."""
         read: dict[str, Callable[[], Tensor]] = {}
         origin: dict[str, str] = {}
         for name, reader in self._read.items():
@@ -57,8 +57,7 @@ def open_tensors(folder: Path) -> TensorFiles:
 
     Raises:
         ValueError: no file, a missing shard, or a damaged file. A pickle is refused by name, because reading one may
-        run
-            code.
+            run code.
     """
     if (folder / _SAFETENSORS).is_file():
         return TensorFiles(_open_safetensors(folder / _SAFETENSORS))

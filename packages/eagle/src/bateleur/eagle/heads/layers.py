@@ -97,7 +97,7 @@ class Attention:
             self.k_norm = RMSNorm(weights, f"{name}.k_norm", spec.head_dim, spec.norm_eps)
 
     def __call__(self, x_TX: Tensor, rotary: Rotation | None, attend: Attend) -> Tensor:
-        """Return attention (T, H); `rotary` holds cosines and sines of the positions, None rotates nothing."""
+        """Return attention (T, H) for input (T, X). rotary: cosines and sines of the positions; None: no rotation."""
         heads, kv_heads = self._num_heads, self._num_kv_heads
         qkv_TAD = self.qkv_proj(x_TX).view(-1, heads + 2 * kv_heads, self._head_dim)
         qk, v = qkv_TAD.split((heads + kv_heads, kv_heads), 1)
@@ -119,7 +119,7 @@ class Mlp:
         self.down_proj = weights.product([f"{name}.down_proj"], [spec.hidden_size], size, bias="mlp" in spec.biases)
 
     def __call__(self, x_TH: Tensor) -> Tensor:
-        """Return the MLP's output (T, H)."""
+        """Return the MLP's output (T, H) for input (T, H)."""
         gate_TF, up_TF = self.up_proj(x_TH).chunk(2, -1)
         return self.down_proj(F.silu(gate_TF).mul_(up_TF))
 
@@ -148,18 +148,18 @@ class DecoderLayer:
     def branches(
         self, h_TH: Tensor, x_TX: Tensor, rotary: Rotation | None, attend: Attend, rows: Tensor | None
     ) -> Tensor:
-        """Return the layer's output for residual h (T, H) and attention input (T, X), for `rows` only if given."""
+        """Return the layer's output (T, H), or (R, H) for the tokens `rows`. h: residual, x: input of the attention."""
         h_TH = only(h_TH + self.attention(x_TX, rotary, attend), rows)
         return h_TH + self.mlp(self.mlp_norm(h_TH))
 
 
 def only(h_TH: Tensor, rows: Tensor | None) -> Tensor:
-    """Select the tokens `rows`, (R,) int64, after the last attention; None selects all."""
+    """Return the rows of h_TH for the token indices `rows`, (R,) int64; None returns all."""
     return h_TH if rows is None else h_TH.index_select(0, rows)
 
 
 class Vocabulary:
-    """Embedding and output projection of a head, each the head's own or the target's."""
+    """Token embedding and output projection (`lm_head`) of a head, each the head's own or the target's."""
 
     def __init__(
         self,

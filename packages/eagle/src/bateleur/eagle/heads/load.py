@@ -41,7 +41,7 @@ class LoadReport:
     num_parameters: int = 0
     """Number of parameters in `own`, without those that equal the target's."""
     num_bytes: int = 0
-    """Their size in the dtype of the head."""
+    """Bytes of these parameters in the dtype of the head."""
 
     def __str__(self) -> str:
         """Return a summary of a few lines."""
@@ -111,7 +111,7 @@ def load_head(
 
 
 def _plain_name(name: str) -> str:
-    """Return a tensor name without prefixes of wrappers, such as that of a list of layers."""
+    """Return a tensor name without prefixes such as `model.`, which differ between checkpoint layouts."""
     while name.startswith("model."):
         name = name.removeprefix("model.")
     for theirs, ours in _PREFIXES:
@@ -121,7 +121,7 @@ def _plain_name(name: str) -> str:
 
 
 def _spelling(names: Collection[str]) -> Callable[[str], str]:
-    """Return a function that spells a missing tensor's name as this checkpoint would, for messages."""
+    """Return a function that adds the prefixes of this checkpoint to the name of a missing tensor, for messages."""
     rules = [(ours, theirs) for theirs, ours in _PREFIXES if any(theirs in name for name in names)]
 
     def spell(name: str) -> str:
@@ -174,7 +174,7 @@ def _same(tensor: Tensor, theirs: Tensor) -> bool:
 
 
 def _target_ids(spec: HeadSpec, weights: Weights, tensors: Mapping[str, Tensor]) -> Tensor | None:
-    """Return the target id of each draft id, (Vd,); None if all are equal. `d2t` holds offsets, not ids."""
+    """Return the target id of each draft id, (Vd,); None if each equals its draft id. `d2t` holds offsets, not ids."""
     size, vocab = spec.draft_vocab_size, spec.vocab_size
     if spec.kind != "eagle3" or ("d2t" not in weights and size == vocab):
         return None

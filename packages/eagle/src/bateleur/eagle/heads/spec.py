@@ -126,7 +126,7 @@ class HeadSpec:
     vocab_size: int
     draft_vocab_size: int
     num_layers: int
-    """Number of attention layers, and so of caches; the first argument of `Attend` is an index of one."""
+    """Number of attention layers, and so of caches; the first argument of `Attend` is a layer index."""
     num_heads: int
     num_kv_heads: int
     head_dim: int
@@ -211,7 +211,7 @@ class Head(Protocol):
 
 @runtime_checkable
 class SharedHead(Head, Protocol):
-    """A head whose logits are those of a vocabulary shard, unless `shard` is None."""
+    """A head whose logits cover only the vocabulary shard `shard`, or the whole vocabulary if it is None."""
 
     shard: VocabShard | None
 

@@ -53,7 +53,7 @@ class Weights:
         return self._arrange(self._get(name, shape))
 
     def table(self, name: str, *shape: int) -> Tensor:
-        """Return a tensor of this shape whose rows are looked up, not multiplied: row-major on every device."""
+        """Return the tensor `name` of this shape, row-major on every device: an embedding, whose rows are looked up."""
         return self._get(name, shape).contiguous()
 
     def product(
@@ -72,7 +72,7 @@ class Weights:
         return self._get(name, shape, torch.int64)
 
     def check(self, harmless: Callable[[str], bool]) -> tuple[str, ...]:
-        """Raise for missing tensors, wrong shapes or dtypes, and unused tensors that are not known to be harmless.
+        """Raise for missing tensors, wrong shapes or dtypes, and unused tensors for whose name `harmless` is False.
 
         Returns:
             The names of the harmless unused tensors, sorted.

@@ -30,7 +30,7 @@ _CLOSE = tl.constexpr(4)  # samples between two keys that are close enough
 def bisect(
     key_S, mass_S, tail, errors, num_above, low, high, MASS: tl.constexpr, SAMPLES: tl.constexpr
 ):  # fmt: skip
-    """Bisect [low, high] to two close keys; returns low, samples not below low, high, samples not below high.
+    """Bisect [low, high] to two close keys; return each with the number of samples not below it.
 
     The number or mass of the samples below `low`, plus `errors` standard errors, is at most `tail`, and at least
     `num_above` samples are not below it. At `high` this does not hold.
@@ -54,7 +54,7 @@ def bisect(
 
 @triton.jit
 def bracket_of(key_S, mass_S, tail, floor, ceiling, room, MASS: tl.constexpr, SAMPLES: tl.constexpr):
-    """Return low and high end of a bracket of the key below which the number or mass of the samples is `tail`.
+    """Return both ends of a bracket (interval) of the key below which the number or mass of the samples is `tail`.
 
     The high end is the ceiling if at most `room` samples are above the low end.
     """
@@ -76,8 +76,8 @@ def sample_brackets(
 ):  # fmt: skip
     """Estimate the brackets of a row's top_k and top_p thresholds; returns low_k, high_k, low_p, high_p.
 
-    total: mass of the row, in units of the mass of its best token. Without top_k its bracket is empty and at the floor,
-        so that all tokens not below the floor are above it.
+    total: mass of the row, in units of the mass of its best token. Without top_k its bracket is empty and ends at the
+        floor, so that all tokens not below the floor count as above the bracket.
     """
     sample_S = tl.arange(0, SAMPLES)
     lane_S = sample_S * (size // SAMPLES) + sample_S * (size % SAMPLES) // SAMPLES

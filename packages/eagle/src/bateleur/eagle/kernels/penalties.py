@@ -32,7 +32,7 @@ def penalties_of(
 
 @triton.jit
 def penalised(x_L, lane_L, stop, penalties, KIND: tl.constexpr):
-    """Return penalised logits (L,) float32 of tokens before `stop`, rounded as in torch."""
+    """Return logits (L,) float32 of token ids `lane_L` after penalties, rounded as in torch. stop: end of the ids."""
     if KIND != 0:
         repetition, frequency, presence, counts_ptr, prompts_ptr, before_ptr, num_before = penalties
         if (repetition != 1.0) | (frequency != 0.0) | (presence != 0.0):

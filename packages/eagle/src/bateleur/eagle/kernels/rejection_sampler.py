@@ -29,7 +29,7 @@ _PROGRAMS = 2560  # about 20 warps for each multiprocessor of an H200; longer sp
 
 @triton.jit
 def fmix64(x):
-    """The finaliser of MurmurHash3 for a uint64; see `bateleur.eagle.noise`."""
+    """Return the finaliser of MurmurHash3 of a uint64; see `bateleur.eagle.noise`."""
     x = (x ^ (x >> 33)) * 0xFF51AFD7ED558CCD
     x = (x ^ (x >> 33)) * 0xC4CEB9FE1A85EC53
     return x ^ (x >> 33)
@@ -37,7 +37,7 @@ def fmix64(x):
 
 @triton.jit
 def row_words(seed, position):
-    """Low and high word of the key (seed, position); position may contain place and role, see `noise.names`."""
+    """Return low and high word of the noise key (seed, position); position may be packed with more by `noise.names`."""
     row = fmix64(fmix64(seed.to(tl.uint64, bitcast=True) + 0x9E3779B97F4A7C15) ^ position.to(tl.uint64, bitcast=True))
     return row.to(tl.uint32), (row >> 32).to(tl.uint32)
 
@@ -64,7 +64,7 @@ def gumbel(u_L):
 
 @triton.jit
 def gumbel_bound(u_L):
-    """Return an upper bound of `gumbel`, at most -log(u). The bits of a float are a lower bound of its logarithm."""
+    """Return an upper bound of `gumbel` without computing a logarithm: the bits of the float u bound log2(u)."""
     octaves_L = (0x3F800000 - u_L.to(tl.int32, bitcast=True)).to(tl.float32)
     return tl.fma(octaves_L, 8.262958e-08, 1e-3)  # log(2) / 2^23, and a margin for the rounding of logarithms
 
@@ -186,8 +186,10 @@ def _block(size: int) -> int:
 
 
 def emit_options(places: int, size: int) -> dict[str, Any]:
-    """Return launch options of `emit_kernel` for rows of `size` tokens. They fit the shares of a single row, which are
-    the most, so that one kernel serves any number of rows.
+    """Return launch options of `emit_kernel` for rows of `size` tokens. A batch of one row
+    has the most shares a row; the options fit that, so that one kernel serves any number of rows.
+
+    places: most logit rows of a request.
     """
     shares = min(triton.cdiv(size, _block(size)), _PROGRAMS)
     block_c, block_s = triton.next_power_of_2(places), triton.next_power_of_2(shares)
@@ -212,12 +214,12 @@ def coupled(
 
 
 def sample(logits: Tensor, metadata: SamplingMetadata, keys: Keys, role: Role, lanes: Lanes) -> Drawn:
-    """See `bateleur.eagle.sample`: verification of rows that have no draft."""
+    """Sample one token per row, as `bateleur.eagle.sample`: verification of rows that have no draft."""
     return _of_singles(logits, _Singles(keys.seed, names(keys, role), metadata.temperature), lanes, metadata)
 
 
 def draw(logits: Tensor, temperature: Tensor, keys: Keys, role: Role, lanes: Lanes) -> Drawn:
-    """See `bateleur.eagle.draw`; two launches."""
+    """Sample one token per row in two launches, as `bateleur.eagle.draw`."""
     return _of_singles(logits, _Singles(keys.seed, names(keys, role), temperature), lanes, None)
 
 
@@ -227,8 +229,8 @@ def _of_singles(logits: Tensor, rows: _Singles, lanes: Lanes, metadata: Sampling
 
 
 class _Singles(NamedTuple):
-    """`Rows` of one logit row each. first_position: what `bateleur.eagle.noise.names` returns: position, place and role
-    in one number.
+    """Requests with one logit row each, in place of `Rows`. first_position: the result of `bateleur.eagle.noise.names`,
+    which packs position, place and role into one number.
     """
 
     seeds: Tensor

@@ -72,7 +72,7 @@ def stats_kernel(
     values_ptr, owners_ptr, counts_ptr, prompts_ptr, before_ptr, num_before,
     KIND: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Compute the largest logit of each tile (NaN if it has one), and the sum of exp((logit - largest) / temperature).
+    """Compute for each tile the largest logit (NaN if any is NaN), and the sum of exp((logit - largest) / temperature).
 
     Grid (rows, tiles). At least 5 blocks a multiprocessor.
     """
@@ -132,7 +132,7 @@ def collect_kernel(
 
 @triton.jit
 def read_keys(source, start, BLOCK: tl.constexpr, KIND: tl.constexpr):
-    """Load BLOCK sort keys from index `start` on, of the candidates or of the row; keys of -inf beyond the end."""
+    """Load BLOCK sort keys from index `start` of the candidates, or of the row; beyond the end the key of -inf."""
     listed, num, candidates_ptr, row_of = source
     at_L = start + tl.arange(0, BLOCK)
     if listed:
@@ -150,7 +150,7 @@ def read_keys(source, start, BLOCK: tl.constexpr, KIND: tl.constexpr):
 
 @triton.jit
 def weigh(source, best, low, high, BLOCK: tl.constexpr, KIND: tl.constexpr):
-    """Return the mass of the tokens with sort keys in [low, high], int64, and the largest of these keys."""
+    """Return the total mass of the tokens with sort keys in [low, high], int64, and the largest of these keys."""
     mass_L, largest_L = tl.zeros([BLOCK], tl.int64), tl.full([BLOCK], NO_KEY, tl.int64)
     for start in range(0, source[1], BLOCK):
         key_L = read_keys(source, start, BLOCK, KIND)
@@ -197,7 +197,7 @@ def select(
 
 @triton.jit
 def ends_of(brackets_ptr, LOW: tl.constexpr, given, floor, ceiling):
-    """Return the ends of a bracket, the low one from column LOW; without `given` the ends of the row."""
+    """Return the ends of a bracket from columns LOW and LOW + 1; without `given` the whole range, floor to ceiling."""
     low, high = tl.load(brackets_ptr + LOW), tl.load(brackets_ptr + LOW + 1)
     return tl.where(given, low, floor), tl.where(given, high, ceiling)
 

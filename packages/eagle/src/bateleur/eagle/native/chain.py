@@ -49,10 +49,12 @@ class _Step(Struct):
 
 
 class NativeChain:
-    """Drafts under COUPLED, all of a step in one call. They equal those of the torch passes up to rounding."""
+    """Drafter under COUPLED: proposes all drafts of a step in one C call, equal to the torch passes up to rounding."""
 
     def __init__(self, head: Eagle3Head, cache: DraftCache, positions: int, longest: int, width: int) -> None:
-        """positions: number of positions that the head has reserved. longest: most tokens of a sequence. width: K."""
+        """positions: number of positions that the head has reserved. longest: most tokens of a sequence.
+        width: K, most drafts of a request.
+        """
         self._group, self._width, self._longest = cache.group, width, longest
         self._held: list[object] = [head, cache]
         self._struct = s = self._described(head, cache, positions)

@@ -11,7 +11,7 @@ from bateleur.mamba.recurrence import FoldBatch
 
 
 def check_aliases(step: MambaMetadata | PrefillChunks | FoldBatch | CopyPlan, read: Tensor | None = None) -> None:
-    """Raise ValueError if a request writes a state slot or ring that another request uses; it names slot and requests.
+    """Raise ValueError if a request writes a state slot or ring of another request. It names the slot and requests.
 
     Waits for the device.
 

@@ -30,7 +30,7 @@ Commit = Callable[[Sequence[int]], Tensor]
 
 
 def check_schedule(problem: Problem, ring_capacity: int, prompt_scan: PromptScan = PromptScan.OWN) -> None:
-    """Run random requests in mixed batches to their ends, with chunked prefills and rejected drafts."""
+    """Run random requests in mixed batches, with chunked prefills and rejected drafts, and compare with `_alone`."""
     spec, device = problem.spec, problem.device
     act = {"least": spec.compute_dtype}
     sizes = (spec.conv_dim, spec.conv_width)
@@ -157,7 +157,7 @@ class _SlotCache:
     def step(
         self, table: Tensor, rows: list[int], computed: Tensor, lens: list[int], num_decodes: int
     ) -> tuple[Callable[..., Tensor], Commit]:
-        """Plan a step; return the function that computes its outputs and the one that commits it."""
+        """Plan a step. Return a function that computes its outputs, and one that commits the accepted tokens."""
         request_row, starts = (torch.tensor(rows, device=self.device), np.add.accumulate([0, *lens], dtype=np.int32))
         loc, kept = torch.from_numpy(starts).to(self.device), self.states.gather(request_row)
         plan = plan_step(self.layout, table, computed, loc.diff(), kept.accepted, prev_col=kept.prev_col)

@@ -19,7 +19,7 @@ _MARGIN = 3
 
 
 def broken(what: str, part: str = "") -> ConformanceError:
-    """Return the error of a check. part: name of the check's part; empty for the part that is running."""
+    """Return the error of a check, with the text `what`. part: name of the check's part; empty for the running part."""
     return ConformanceError("the recurrence", [Violation(part, what)])
 
 
@@ -64,7 +64,7 @@ class Problem:
         return tuple(self.draw(each, least=self.spec.compute_dtype) for each in self.spec.parameters)
 
     def tokens(self, count: int) -> Tokens:
-        """Return `count` random tokens."""
+        """Return the random inputs of `count` tokens."""
         spec = self.spec
         channels = TensorSpec("channels", (spec.conv_dim,), spec.conv_dtype)
         return Tokens(self.draw(channels, count), tuple(self.draw(gate, count) for gate in spec.gates))
@@ -100,7 +100,7 @@ class Problem:
         return outputs, states
 
     def called(self, name: str) -> None:
-        """Count a call of an operator."""
+        """Count a call of the operator `name`."""
         self.calls[name] = self.calls.get(name, 0) + 1
 
     def close(self, got: Tensor, want: Tensor, what: str, part: str = "") -> None:
@@ -124,7 +124,7 @@ class Problem:
 
 
 def require_unchanged(before: Tensor | None, after: Tensor | None, but: Tensor, what: str) -> None:
-    """Raise ConformanceError if an entry of dimension 0 (state slot or ring) changed, except 0 and those in `but`."""
+    """Raise ConformanceError if an entry of dimension 0 (state slot or ring) changed, except 0 and indices `but`."""
     if before is None or after is None:
         return
     equal = (before == after) | (before.isnan() & after.isnan())

@@ -20,7 +20,7 @@ _LEAST_STEPS, _MOST_STEPS = 12, 120
 
 @dataclass(slots=True)
 class _Request:
-    """A request: its ring row, the state slot and length of its saved state, and by layer its states since then."""
+    """A request: its ring row, slot and length of its saved state, and for each layer the states after later tokens."""
 
     row: int
     slot: int
@@ -74,7 +74,7 @@ class _Run:
             ]
 
     def step(self, todo: set[str]) -> set[str]:
-        """Run a step of random requests and a padded row; return the items of `todo` that occurred."""
+        """Run a step of random requests and a padded row; return the cases of `todo` (to be tested) that occurred."""
         rng = self.rng
         who = rng.sample(self.requests, rng.randint(2, _REQUESTS))
         counts = [self._counts(request, todo) for request in who]
@@ -140,7 +140,7 @@ class _Run:
         return (request.base + torch.arange(first, end, device=self.problem.device)) % self.capacity
 
     def _spoil(self, request: _Request, first: int, end: int) -> None:
-        """Set ring entries that are no longer valid to NaN."""
+        """Set the ring entries of tokens `first` to `end` - 1 of a request, no longer valid, to NaN."""
         for each in self.ring:
             each[:, request.row, self._places(request, first, end)] = torch.nan
 
@@ -192,7 +192,7 @@ class _Run:
         return () if self.state is None else (self.state,)
 
     def _check_page(self, request: _Request, n: int, slot: int, first: int, what: str) -> None:
-        """Check the state slot that a request was folded to, which then holds its saved state."""
+        """Check conv window and states in `slot`, which holds the saved state of a request after a fold."""
         window = self.request_conv[:, request.row, first : first + self.conv.shape[2]]
         if not torch.equal(self.conv[:, slot], window):
             raise broken(

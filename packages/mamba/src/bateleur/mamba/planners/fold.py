@@ -1,6 +1,6 @@
 """Plans which ring entries are added to ("folded into") the saved state after a step under FOLD.
 
-A running request has a saved state, its checkpoint (the state after `base` tokens), a ring with the inputs of the later
+A running request has a saved state (the state after `base` tokens), a ring with the inputs of the later
 tokens, and a request conv window. A step appends its tokens to the ring, and computes its outputs from saved state and
 ring, so a rejected token is never part of a state. The first entries of the ring are folded into the saved state when
 the ring would overflow, and when a block boundary is passed. The state at the boundary may then be added to the prefix

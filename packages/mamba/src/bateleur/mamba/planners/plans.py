@@ -99,19 +99,19 @@ class CopyPlan(RowPlan):
 
 @dataclass(frozen=True, slots=True)
 class ReplayPlan(RowPlan):
-    """Saved state (checkpoint) and ring of later inputs of each request under FOLD, all (R,) int64.
+    """Saved state and ring of later inputs of each request under FOLD, all (R,) int64.
 
     All fields but `fold_slot` are 0 in rows without tokens. A prefill reads `slot` and no ring.
     """
 
     slot: Tensor
-    """Slot of the checkpoint, only read by the step; 0 for a zero state. Argument `src` of `fold_ring`."""
+    """Slot of the saved state, only read by the step; 0 for a zero state. Argument `src` of `fold_ring`."""
     fold_slot: Tensor
     """Slot that a fold after this step would write; may be `slot`. Undefined in padded rows."""
     ring_start: Tensor
-    """Tokens in the checkpoint (`base`). The first ring entry after the checkpoint is ring_start % L."""
+    """Tokens in the saved state (`base`). The first ring entry after the saved state is ring_start % L."""
     ring_len: Tensor
-    """Number of ring entries after the checkpoint."""
+    """Number of ring entries after the saved state."""
     conv_offset: Tensor
     """First entry of the initial window in the request conv window: accepted - 1."""
 
@@ -124,13 +124,13 @@ class FoldPlan(RowPlan):
     """
 
     dst: Tensor
-    """Slot for the new checkpoint; 0 in rows without a fold."""
+    """Slot for the new saved state; 0 in rows without a fold."""
     count: Tensor
     """Number of ring entries to fold."""
     page_offset: Tensor
-    """First entry of the request conv window that belongs to the new checkpoint."""
+    """First entry of the request conv window that belongs to the new saved state."""
     base: Tensor
-    """Tokens in the checkpoint after the fold."""
+    """Tokens in the saved state after the fold."""
     accepted: Tensor
     """Argument `accepted` of the next step."""
 
@@ -154,7 +154,7 @@ def require_policy(layout: CacheLayout, policy: StatePolicy) -> None:
 
 
 def require_rows(of: str, num_rows: int, rows: Mapping[str, Tensor | None]) -> None:
-    """Raise ValueError unless each tensor is (num_rows,): others would be broadcast, or would resize `out`."""
+    """Raise ValueError unless each tensor of `rows` is (num_rows,). Others would be broadcast, or resize `out`."""
     shape = (num_rows,)
     for name, tensor in rows.items():
         if tensor is not None and tensor.shape != shape:

@@ -1,4 +1,4 @@
-"""Plans the saved states (checkpoints) and rings that a step under FOLD reads. Legend as in `fold`."""
+"""Plans the saved states and rings that a step under FOLD reads. Legend as in `fold`."""
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ def plan_replay(
 
     Args:
         layout, table, computed, query_lens, out: as in `plan_step`.
-        base: (R,) int64 tokens in the checkpoint, at most `computed`: the result of the previous `plan_fold`, or the
+        base: (R,) int64 tokens in the saved state, at most `computed`: the result of the previous `plan_fold`, or the
             tokens of the prefix-cache hit of a new request.
         accepted: (R,) int64 accepted tokens of the row's previous step, in [1, 1 + K], from `plan_fold`; 1 if there was
             none.

@@ -85,7 +85,7 @@ def _in_torch(
 
 
 def _fill(plan: SlotPlan, table: Tensor, anchor: Tensor, run: Tensor, has: Tensor, tokens: Tensor) -> None:
-    """Look up state slots in `table`: of the columns to read, from `anchor` on, and to write, from `run` on."""
+    """Fill `plan` with state slots from `table`: columns from `anchor` on are read, columns from `run` on written."""
     columns = torch.stack((anchor, anchor + plan.conv_offset))
     conv_read, ssm_read = table.t().gather(0, columns).long().mul_(has).unbind()
     plan.conv_read.copy_(conv_read)

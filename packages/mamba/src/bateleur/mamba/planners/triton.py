@@ -16,13 +16,13 @@ from bateleur.metadata.dispatch import cdiv
 
 @triton.jit
 def load(ptr, row_R, real_R):
-    """Load values (R,) as int64, 0 in masked rows."""
+    """Load one value per request from ``ptr``: (R,) int64, 0 where ``real_R`` is False."""
     return tl.load(ptr + row_R, mask=real_R, other=0).to(tl.int64)
 
 
 @triton.jit
 def slot(row_ptr_R, table_column, column_R, real_R):
-    """Load state slots (R,), int64, from the block table at `column_R`, 0 in masked rows."""
+    """Load state slots (R,) int64 from the block table at columns `column_R`, 0 where `real_R` is False."""
     return tl.load(row_ptr_R + column_R * table_column, mask=real_R, other=0).to(tl.int64)
 
 
@@ -32,7 +32,7 @@ def tile_options() -> dict[str, Any]:
 
 
 def dense(first: Tensor, *others: Tensor | None) -> list[Tensor]:
-    """Return contiguous tensors; `first` replaces a None, because the kernel does not read it."""
+    """Return the tensors, made contiguous. `first` stands in for a None, which the kernel does not read."""
     return [first.contiguous(), *(first if each is None else each.contiguous() for each in others)]
 
 
@@ -56,7 +56,7 @@ def step_plan_kernel(
     """Compute the state slots that a step under SLOTS (a slot per draft) reads and writes. Grid (tiles of rows).
 
     At least 16 blocks a multiprocessor.
-    SIZE: tokens of a block. BOUNDARIES: false in mode NONE, which ignores SIZE.
+    SIZE: tokens of a block. BOUNDARIES: false in cache mode NONE, which ignores SIZE.
     """
     row_R = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     owned_R = row_R < num_rows

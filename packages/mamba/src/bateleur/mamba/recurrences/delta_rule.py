@@ -116,7 +116,7 @@ class DeltaRule(Recurrence):
         )  # fmt: skip
 
     def update(self, params: Tensors, channels: Tensor, gates: Tensors, state: State, rows: MambaMetadata) -> Tensor:
-        """Run `delta_state_update`."""
+        """Run the delta rule over decodes under SLOTS, and write the state after each token to its state slot."""
         plan = rows.plan
         assert state is not None
         assert isinstance(plan, SlotPlan)
@@ -181,7 +181,7 @@ class GatedDelta(DeltaRule):
 
     @property
     def heads(self) -> tuple[int, int]:
-        """(G, H)."""
+        """Number of key heads G and of value heads H: (G, H)."""
         return (self.num_key_heads, self.num_value_heads)
 
     @property
@@ -191,12 +191,12 @@ class GatedDelta(DeltaRule):
 
     @property
     def decay_shape(self) -> tuple[int]:
-        """(H,)."""
+        """Shape of the log decay g of a token: (H,), one per value head."""
         return (self.num_value_heads,)
 
     @property
     def beta_scale(self) -> float:
-        """1, or 2 with `allow_neg_eigval`."""
+        """Factor of sigmoid(b), the writing strength: 1, or 2 with `allow_neg_eigval`."""
         return 2.0 if self.allow_neg_eigval else 1.0
 
 
@@ -222,7 +222,7 @@ class KimiDelta(DeltaRule):
 
     @property
     def heads(self) -> tuple[int, int]:
-        """(H, H)."""
+        """Number of key heads and of value heads, which are equal: (H, H)."""
         return (self.num_heads, self.num_heads)
 
     @property
@@ -232,5 +232,5 @@ class KimiDelta(DeltaRule):
 
     @property
     def decay_shape(self) -> tuple[int, int]:
-        """(H, Dk)."""
+        """Shape of the log decay g of a token: (H, Dk), one per head and key channel."""
         return (self.num_heads, self.key_dim)

@@ -75,7 +75,7 @@ class ShortConv(Recurrence):
         return channels
 
     def update(self, params: Tensors, channels: Tensor, gates: Tensors, state: State, rows: MambaMetadata) -> Tensor:
-        """Return the convolved channels."""
+        """Return the convolved channels of the decodes unchanged, because there is no recurrence."""
         return channels
 
     def replay(

@@ -87,7 +87,7 @@ class PlanCache:
         return shape in self._shapes
 
     def plan_for_graphs(self, meta: FlashInferMetadata) -> None:
-        """Plan all graph wrappers of the shape of `meta` for this batch. Before its first warm-up a shape has none."""
+        """Plan all graph wrappers of the shape of `meta` for this batch. A shape that was not warmed up has none."""
         assert meta.shape is not None
         for wrapper in self._shapes.setdefault(meta.shape, []):
             wrapper.plan_for(meta, 0, meta.shape.rows)
@@ -201,7 +201,7 @@ def page_indptr_and_last_lens(key_lens: I32Array, block_size: int) -> tuple[I32A
 
 
 def page_indices(block_table: Tensor, starts: I32Array) -> Tensor:
-    """Return FlashInfer's ``paged_kv_indices`` (P,) int32: the pages of all rows, on the device of ``block_table``.
+    """Return FlashInfer's ``paged_kv_indices`` (P,) int32: the KV blocks of all rows, on the device of ``block_table``.
 
     ``starts`` is the ``paged_kv_indptr`` (R + 1,) on the host. P is therefore known without waiting for the device.
     """

@@ -92,7 +92,7 @@ def device_sizes(device: torch.device) -> tuple[int, int]:
 
 
 def split_limit(num_kv_heads: int, num_sms: int) -> int:
-    """Number of KV splits of one key head, of all rows together, that fill the device."""
+    """Return the number of KV splits, of one key head and all rows together, with which programs fill the device."""
     return max(_PROGRAMS_PER_SM * num_sms // num_kv_heads, 1)
 
 
@@ -116,9 +116,9 @@ def tile_options(
     """Tile sizes and launch options for tiles of about ``tile_rows`` lines. A tile has at most 128: two warp groups.
 
     float32 has no tensor cores of its precision, so its loop iterations are small. If a kernel ``converts`` keys of
-    another dtype, fewer registers are left to fetch keys ahead: one pipeline stage less for heads above 128 lanes, none
-    in float32. The queries of 128 lines of 256 lanes take 64 KiB, which is too much for a device with ``shared_bytes``
-    below 112 KiB.
+    another dtype, fewer registers are left to fetch keys ahead: one pipeline stage less for head dimensions
+    above 128, none in float32. The queries of 128 lines with head dimension 256 take 64 KiB, which is too much for a
+    device with ``shared_bytes`` below 112 KiB.
     """
     block_d = max(16, power_of_two(head_dim))
     full = dtype == torch.float32
@@ -154,7 +154,10 @@ def join_options(block_m: int, head_dim: int) -> dict[str, Any]:
 
 
 def launches_of(max_query_len: int, group: int) -> list[tuple[int, int, int]]:
-    """Return (shortest query, longest or 0 for no limit, lines of a tile) of each launch that a batch takes."""
+    """Return (shortest query, longest or 0 for no limit, lines of a tile) of each attention launch of a batch.
+
+    group: query heads of a key head.
+    """
     if max_query_len <= MAX_SHORT_QUERY_LEN:
         return [(1, 0, max_query_len * group)]
     return [(1, MAX_SHORT_QUERY_LEN, min(MAX_SHORT_QUERY_LEN * group, 64)), (MAX_SHORT_QUERY_LEN + 1, 0, 128)]

@@ -27,7 +27,7 @@ _MAX_TILE_KEYS = 1 << 20  # gathered entries of a tile of several rows: keys and
 def write_kv(
     k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor, kv_scales: Tensor | None = None
 ) -> None:
-    """Store keys and values of T tokens in their slots of the KV cache. Slot -1: zeros to slot 0 of the null block."""
+    """Store keys and values of T tokens in the KV cache by slot. For slot -1, zeros go to slot 0 of the null block."""
     check_slots(k, v, slot_mapping)
     skipped = (slot_mapping < 0)[:, None, None]
     slots = slot_mapping.clamp(min=0)
@@ -97,7 +97,7 @@ def rms_norm(x_THD: Tensor, weight: Tensor, eps: float, whole: bool) -> Tensor:
 
 
 def apply_rotary(x_THD: Tensor, cos_T1R: Tensor, sin_T1R: Tensor) -> Tensor:
-    """Rotate the leading R lanes of every head: lane i is paired with lane i + R/2."""
+    """Rotate the leading R dimensions of every head: dimension i is paired with i + R/2."""
     rotary_dim = cos_T1R.shape[-1]
     part_THR = x_THD[..., :rotary_dim]
     return torch.addcmul(part_THR * cos_T1R, part_THR.roll(rotary_dim // 2, -1), sin_T1R)
@@ -119,7 +119,7 @@ def paged_attention(
     sinks: Tensor | None = None,
     kv_scales: Tensor | None = None,
 ) -> Tensor:
-    """See :data:`bateleur.metadata.ops.paged_attention`. Computed in tiles of rows and queries."""
+    """Return attention (T, Hq, D) over the paged caches, as :data:`bateleur.metadata.ops.paged_attention`, in tiles."""
     check_sizes(q, k_cache, block_table, seq_lens, num_decodes, max_seq_len, sinks)
     out_THD = q.new_zeros(q.shape[0] + 1, *q.shape[1:])  # the last row receives results of padded queries
     if not max_seq_len:
@@ -171,7 +171,7 @@ def check_sizes(
 def _sink_attention(
     q_RHMD: Tensor, k_RHSD: Tensor, v_RHSD: Tensor, hidden_RMS: Tensor, scale: float, sinks: Tensor
 ) -> Tensor:
-    """Attention (R, H, M, D) with one more key, without a value, of score ``sinks[h]``; at least float32."""
+    """Return attention (R, H, M, D), at least float32, with one more key of score ``sinks[h]`` and without a value."""
     exact = torch.promote_types(q_RHMD.dtype, torch.float32)
     group = q_RHMD.shape[1] // k_RHSD.shape[1]
     k, v = (x.to(exact).repeat_interleave(group, 1) for x in (k_RHSD, v_RHSD))

@@ -61,7 +61,7 @@ def empty_work_list(k_cache: Tensor, seq_lens: Tensor, query_start_loc: Tensor, 
 def _list_of(
     shape: WorkShape, launch: Launch, seq_lens: Tensor, starts: Tensor, num_tokens: int
 ) -> tuple[Tensor, Tensor]:
-    """Return items and joins of one launch."""
+    """Return the items (query tile and KV split) and joins (sums over splits) of one launch: entries of the list."""
     num_rows, block_m = seq_lens.shape[0], launch.block_m
     index_I = torch.arange(launch.num_items, device=seq_lens.device)
     last = starts[-1:].long() if launch.least == 1 else index_I.new_full((1,), num_tokens)
@@ -106,6 +106,6 @@ def _list_of(
 
 
 def _split_size(work: Tensor, least: int, splits: int) -> Tensor:
-    """Return the smallest ``least * 2**n`` (n = 0, 1, ...) of which ``splits`` splits hold ``work`` keys."""
+    """Return the smallest split size ``least * 2**n``, n = 0, 1, ..., at which ``splits`` splits hold ``work`` keys."""
     sizes = least << torch.arange(40, device=work.device)
     return sizes[torch.searchsorted(sizes * splits, work.view(1))]

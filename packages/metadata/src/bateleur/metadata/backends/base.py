@@ -52,7 +52,7 @@ class AttentionOptions(NamedTuple):
 
 
 class LayerConfig(NamedTuple):
-    """What a backend must support. ``device``, ``dtype``: of queries; ``kv_dtype``: of caches, None is ``dtype``."""
+    """Configuration of layers. ``device``, ``dtype``: of queries; ``kv_dtype``: of caches, None is ``dtype``."""
 
     head_dim: int
     dtype: torch.dtype
@@ -186,7 +186,7 @@ class AttentionBackend:
         return reason
 
     def missing_requirement(self, config: LayerConfig) -> str | None:
-        """Return which requirement of the backend fails for this configuration, or None."""
+        """Return a text with the requirement of this backend that ``config`` does not meet; None if it meets all."""
         return None
 
     def build_work_list(
@@ -236,9 +236,9 @@ class AttentionBackend:
             meta: metadata of this batch and the layer's KV-cache group.
             scale: factor on the scores.
             sliding_window: query ``i`` sees key ``j`` if ``i - sliding_window < j <= i``; None: all ``j <= i``.
-            rotary: cosine and signed sine (T, 1, R), R even and at most D. Lane i of the leading R is paired with lane
-                i + R/2: ``x * cos + roll(x, R/2) * sin``. Pass unrotated ``q`` and ``k`` then; they may be overwritten.
-                Only if ``fuses_rotary``.
+            rotary: cosine and signed sine (T, 1, R), R even and at most D. Dimension i of the leading
+                R is paired with i + R/2: ``x * cos + roll(x, R/2) * sin``. Pass unrotated ``q`` and ``k`` then; they
+                may be overwritten. Only if ``fuses_rotary``.
             norm: weights of queries and keys, and epsilon, of an RMS norm before the rotation. Weights (D,) mean a norm
                 over each head, (Hq * D,) and (Hkv * D,) one over all heads. Only if ``fuses_norm``.
             work: result of ``build_work_list`` in this forward pass for layers with these heads and this window.

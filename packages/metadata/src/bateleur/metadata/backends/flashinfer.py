@@ -1,6 +1,6 @@
 """Paged attention by FlashInfer (extra ``flashinfer``): planned on the host for each step, run for each layer.
 
-FlashInfer needs the pages of all rows as one list, the number of pages of each row, and the tokens in its last page.
+FlashInfer needs the pages (KV blocks) of all rows in one list, their number in each row, and the tokens of the last.
 Both counts come from exact lengths on the host. The list is gathered from the block table on the device, without
 waiting. Batches with equal query lengths are planned into fixed buffers and may be captured.
 
@@ -123,7 +123,7 @@ class FlashInferBackend(AttentionBackend):
         return FlashInferBuilder(self._plans)
 
     def missing_requirement(self, config: LayerConfig) -> str | None:
-        """See :meth:`AttentionBackend.missing_requirement`."""
+        """Return why FlashInfer cannot serve ``config``, or None. It must be installed and support the head size."""
         if find_spec("flashinfer") is None:
             return "flashinfer is not installed; bateleur-metadata[flashinfer] installs it"
         if config.head_dim not in _HEAD_DIMS:
@@ -136,7 +136,7 @@ class FlashInferBackend(AttentionBackend):
             raise ValueError(f"meta: is {type(meta).__name__}, must be the FlashInferMetadata of its builder")
 
     def attend_cache(self, q: Tensor, kv: KVCache, meta: PagedAttentionMetadata, options: AttentionOptions) -> Tensor:
-        """See :meth:`AttentionBackend.attend_cache`. The first layer of a step plans."""
+        """Return attention (T, Hq, D) over the cache. The first layer of a step computes FlashInfer's plan."""
         assert isinstance(meta, FlashInferMetadata)
         out = torch.zeros_like(q)  # padded tokens stay 0
         k_cache, n = kv[0], min(meta.num_decodes, len(meta.key_lens))

@@ -20,7 +20,7 @@ _FP8_CAPABILITY = (8, 9)
 
 
 class TorchBackend(AttentionBackend):
-    """Vectorised torch: the default on a CPU without a compiler, and the fallback on a GPU."""
+    """Paged attention in vectorised torch: the default on a CPU without a compiler, and the fallback on a GPU."""
 
     name = "torch"
     kv_dtypes = KV_DTYPES
@@ -28,12 +28,12 @@ class TorchBackend(AttentionBackend):
     kernel = staticmethod(ops.paged_attention)
 
     def missing_requirement(self, config: LayerConfig) -> str | None:
-        """See :meth:`AttentionBackend.missing_requirement`."""
+        """Return why torch cannot serve ``config``, or None: the device must be a CPU or CUDA."""
         return None if config.device.type in ("cpu", "cuda") else f"device {config.device} is neither CPU nor CUDA"
 
 
 class NativeBackend(AttentionBackend):
-    """C, with rotary embedding fused into the KV write: the default on a CPU with a compiler.
+    """Paged attention in C, with rotary embedding fused into the KV write: the default on a CPU with a compiler.
 
     The result of a query does not depend on the other rows or on prompt chunking, bit for bit. ``attend`` rotates
     ``q`` in place. Users select backends by name, so the operators have no ``dispatch.Implementations``.
@@ -47,12 +47,12 @@ class NativeBackend(AttentionBackend):
     kernel = staticmethod(ops.native_paged_attention)
 
     def missing_requirement(self, config: LayerConfig) -> str | None:
-        """See :meth:`AttentionBackend.missing_requirement`."""
+        """Return why C cannot serve ``config``, or None: the device must be a CPU, and C kernels available."""
         return native.unavailable_reason() if config.device.type == "cpu" else f"device {config.device} is not a CPU"
 
 
 class TritonBackend(AttentionBackend):
-    """Triton, with norms and rotary embedding fused into the KV write: the default on CUDA.
+    """Paged attention in Triton, with norms and rotary embedding fused into the KV write: the default on CUDA.
 
     Triton is loaded at the first call on a CUDA tensor. CPU tensors use the torch implementations. ``attend`` rotates
     ``q`` in place.
@@ -81,7 +81,7 @@ class TritonBackend(AttentionBackend):
         return ops.attention_work(kv[0], meta.seq_lens, meta.query_start_loc, *bounds, dtype)
 
     def missing_requirement(self, config: LayerConfig) -> str | None:
-        """See :meth:`AttentionBackend.missing_requirement`. FP8 caches need an instruction of capability 8.9."""
+        """Return why Triton cannot serve ``config``, or None. FP8 caches need an instruction of capability 8.9."""
         if config.head_dim > _MAX_HEAD_DIM:
             return f"head_dim {config.head_dim} is above {_MAX_HEAD_DIM}"
         if find_spec("triton") is None:

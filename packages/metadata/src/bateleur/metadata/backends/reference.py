@@ -80,7 +80,7 @@ def paged_attention_reference(
 
 
 class ReferenceBackend(AttentionBackend):
-    """Loops over tokens: exact and slow, for comparison."""
+    """Paged attention by loops over tokens: exact and slow, for comparison with other backends."""
 
     name = "reference"
     graph_support = GraphSupport.NEVER  # loops read lengths on the host
@@ -88,7 +88,7 @@ class ReferenceBackend(AttentionBackend):
     write = staticmethod(write_kv_reference)
 
     def attend_cache(self, q: Tensor, kv: KVCache, meta: PagedAttentionMetadata, options: AttentionOptions) -> Tensor:
-        """See :meth:`AttentionBackend.attend_cache`."""
+        """Return attention (T, Hq, D) over the cache, by :func:`paged_attention_reference`."""
         rows = meta.block_table, meta.seq_lens, meta.query_start_loc
         scale, window, _, sinks, kv_scales = options
         return paged_attention_reference(q, *kv, *rows, scale, window or 0, sinks, kv_scales)

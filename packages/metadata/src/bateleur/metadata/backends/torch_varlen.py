@@ -38,12 +38,12 @@ class TorchVarlenBackend(AttentionBackend):
     write = staticmethod(ops.write_kv)
 
     def missing_requirement(self, config: LayerConfig) -> str | None:
-        """See :meth:`AttentionBackend.missing_requirement`."""
+        """Return why torch's kernel cannot serve ``config``, or None: the head dimension must be supported."""
         fits = config.head_dim % 8 == 0 and config.head_dim <= _MAX_HEAD_DIM
         return None if fits else f"head_dim {config.head_dim} is not a multiple of 8 up to {_MAX_HEAD_DIM}"
 
     def unsupported_reason(self, config: LayerConfig) -> str | None:
-        """See :meth:`AttentionBackend.unsupported_reason`. On CUDA this runs the kernel once, on five tokens."""
+        """Return why the backend cannot serve ``config``, or None. On CUDA it runs the kernel once, on five tokens."""
         reason = super().unsupported_reason(config)
         if reason is not None:
             return reason
@@ -60,8 +60,8 @@ class TorchVarlenBackend(AttentionBackend):
             )
 
     def attend_cache(self, q: Tensor, kv: KVCache, meta: PagedAttentionMetadata, options: AttentionOptions) -> Tensor:
-        """See :meth:`AttentionBackend.attend_cache`. The kernel does not write padded tokens, so the output starts at
-        0.
+        """Return attention (T, Hq, D) over the cache. The kernel does not write padded tokens, so the output starts
+        as zeros.
         """
         out = torch.zeros_like(q)
         if meta.seq_lens.shape[0]:
@@ -103,7 +103,7 @@ def _active_flash_attention() -> str | None:
 
 @lru_cache(maxsize=64)
 def _probe(config: LayerConfig, active: str | None) -> str | None:
-    """Return why torch's kernel fails on two rows over two blocks each, or None. ``active`` is only a cache key.
+    """Run torch's kernel on two rows of two blocks each; return why it fails, or None. ``active``: only a cache key.
 
     The table names the blocks in descending order. Values are 1 in its blocks and 2 elsewhere, so that a kernel that
     ignores the table is detected. All cache values are finite.

@@ -34,7 +34,7 @@ class Step:
 
     @property
     def shape(self) -> BatchShape:
-        """Sizes of the step, padded to those of the key."""
+        """Sizes of the step, padded to the sizes of its graph key."""
         lens, key = self.rows.query_lens, self.key
         num_reqs, num_tokens = len(lens), int(lens.sum())
         if key is None:
@@ -70,7 +70,7 @@ class StepMaker:
         self._rng = np.random.default_rng(0)
 
     def steps_of(self, keys: Sequence[GraphKey], per_key: int) -> list[Step]:
-        """Return full and padded steps for each key, and some steps without a key."""
+        """Return ``per_key`` steps for each key, full or padded, and some eager steps without a key."""
         steps = [self._fitting(key, full=index == 0) for key in keys for index in range(per_key)]
         limits = self._limits
         for most in (1, 3, limits.max_num_reqs):
@@ -103,7 +103,7 @@ class StepMaker:
         return self._step(key, lens, prompts=key.mixed)
 
     def _ragged(self, num_reqs: int, num_tokens: int, longest: int) -> I32Array:
-        """Return ascending query lengths >= 1, with a sum of at most ``num_tokens`` and some long ones."""
+        """Return ascending query lengths (num_reqs,) in [1, ``longest``], some long, ``num_tokens`` at most in sum."""
         lens = np.ones(num_reqs, np.int32)
         spare = int(self._rng.integers(0, max(0, num_tokens - num_reqs) + 1))
         last = lens[-3:]

@@ -83,14 +83,14 @@ class NoSync:
         return any(each.untyped_storage().data_ptr() in self._storages for each in _tensors(values))
 
     def spread(self, values: Any) -> None:
-        """Mark all tensors among ``values`` as device values."""
+        """Mark all tensors among ``values``, lists included, as device values."""
         for each in _tensors(values):
             storage = each.untyped_storage()
             self._storages[storage.data_ptr()] = storage
 
 
 class _Functions(TorchFunctionMode):
-    """Detects reads of tensors that are no operators, like ``tolist`` on a CPU."""
+    """Torch mode that detects reads of tensor values by methods that call no operator, like ``tolist`` on a CPU."""
 
     def __init__(self, watch: NoSync) -> None:
         super().__init__()

@@ -222,7 +222,7 @@ def _stage(buffers: InputBuffers, query_lens: I32Array, computed: I32Array) -> C
 
 
 def _rotary(batch: CommonAttentionMetadata, dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return cosine and signed sine (T, 1, R) for the first half of the lanes."""
+    """Return cosine and signed sine (T, 1, R) for rotary dimensions R, half of ``dim``."""
     width = max(2, dim // 4 * 2)
     rate = 100.0 ** -(torch.arange(width // 2, device=batch.positions.device) / width)
     angle = (batch.positions[:, None] % 128) * torch.cat((rate, rate))

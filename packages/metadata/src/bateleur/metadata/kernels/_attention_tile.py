@@ -1,8 +1,8 @@
 """Online softmax of one tile of queries over a range of its request's keys.
 
 A tile has M lines: the query heads of one key head, for consecutive tokens. The heads of a token are adjacent, so that
-a key is read once for all of them. Shapes: M tile lines, N keys of a loop iteration, P pages of an iteration, B slots
-of a page, D head dimension.
+a key is read once for all of them. Shapes: M tile lines, N keys of a loop iteration, P pages (KV blocks) of an
+iteration, B slots of a page, D head dimension.
 """
 
 import triton

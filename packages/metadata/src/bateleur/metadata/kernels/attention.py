@@ -109,7 +109,7 @@ def join_kernel(
 ):  # fmt: skip
     """Compute the output of a tile's lines from the partial outputs of its splits, always in the order of the splits.
 
-    Grid (joins, pieces of L lines of a tile, key heads). At least 3 blocks a multiprocessor.
+    Grid (joins, groups of L lines of a tile, key heads). At least 3 blocks a multiprocessor.
     """
     head, num_kv_heads = tl.program_id(2), tl.num_programs(2)
     join_ptr = work_ptr + (first_join + tl.program_id(0)) * 8

@@ -82,7 +82,7 @@ def device_fields_kernel(
 def gather_block_tables_kernel(
     batch_ptr, request_tables_ptr, rows_ptr, source_ptr, table_row, width, BLOCK: tl.constexpr
 ):
-    """Copy request rows to batch rows of a block table. Grid (batch rows, tiles of columns).
+    """Copy block-table rows from the table of all requests to that of the batch. Grid (batch rows, tiles of columns).
 
     At least 16 blocks a multiprocessor.
     """
@@ -103,7 +103,7 @@ def gather_block_tables_kernel(
 def write_block_ids_kernel(
     batch_ptr, request_tables_ptr, rows_ptr, cells_ptr, new_ptr, table_row, num_cells, BLOCK: tl.constexpr
 ):
-    """Write block ids to the tables of batch and requests. Grid (tiles of cells).
+    """Write new block ids to the block tables of the batch and of all requests. Grid (tiles of written cells).
     At least 16 blocks a multiprocessor.
     """
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)

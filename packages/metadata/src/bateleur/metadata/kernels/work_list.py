@@ -19,7 +19,8 @@ def _rows(row_J, there_J, lengths, kind):
     """Return first token, tokens, keys, first visible key and tiles of each row. Rows that belong to the other launch
     get no tiles.
 
-    lengths: pointers to ``seq_lens`` and ``query_start_loc``. kind: (least, most, group, window, M, N) of the launch.
+    lengths: pointers to ``seq_lens`` and ``query_start_loc``. kind: (least, most, group, window, M, N) of the launch,
+    fields of ``Launch`` and ``WorkShape``.
     """
     seq_lens_ptr, starts_ptr = lengths
     least, most, group, window, block_m, _ = kind
@@ -40,7 +41,7 @@ def _count_splits(num_keys, size):
 
 @triton.jit
 def _store(entry_ptr, mask, a, b, c, d, e, f, g, h):
-    """Store an entry of eight numbers at each pointer of a tensor."""
+    """Store an entry of eight numbers, a to h, at each pointer of ``entry_ptr`` where ``mask`` is True."""
     tl.store(entry_ptr, a, mask=mask)
     tl.store(entry_ptr + 1, b, mask=mask)
     tl.store(entry_ptr + 2, c, mask=mask)
@@ -148,7 +149,7 @@ def work_kernel(
 
     At least 9 blocks a multiprocessor.
 
-    ``ends_ptr`` is scratch memory (launches, num_rows). A kind is (least, most, group, window, M, N) of a launch.
+    ``ends_ptr`` is scratch memory (launches, num_rows). The other numbers are ``WorkShape.work_sizes``.
     """
     which = tl.program_id(0)
     least, most = tl.where(which == 0, least_0, least_1), tl.where(which == 0, most_0, most_1)

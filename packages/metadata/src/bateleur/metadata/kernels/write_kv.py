@@ -1,6 +1,6 @@
 """RMS norm and rotary embedding of queries and keys, fused with the write of keys and values to the cache.
 
-Shapes: H heads of a tile, L lanes of a head or of one half of the rotated lanes.
+Shapes: H heads of a tile, L dimensions of a head ("lanes"), or one half of its rotated dimensions.
 """
 
 from functools import cache
@@ -59,7 +59,7 @@ def _rotate(
     source_HL, target_HL, real_HL, cos_L, sin_L, turning_L, scale_H, weight_HL, kv_scale_H,
     HALF: tl.constexpr, NORM: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
-    """Rotate lanes i and i + HALF in float32. Source and target may be the same memory."""
+    """Rotate dimensions i and i + HALF of each head, in float32. Source and target may be the same memory."""
     low_HL, high_HL = tl.load(source_HL, mask=real_HL), tl.load(source_HL + HALF, mask=real_HL)
     if NORM > 0:
         low_HL = _normed(low_HL, scale_H, weight_HL, real_HL)
@@ -88,8 +88,8 @@ def _side(
     NORM: tl.constexpr, REST: tl.constexpr, SCALED: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Normalise and rotate the query or key heads of one tile, from source to target. REST: also copy the lanes that
-    are not rotated.
+    """Normalise and rotate the query or key heads of one tile, from source to target. REST: also copy the
+    dimensions that are not rotated.
     """
     HALF: tl.constexpr = ROTARY_DIM // 2
     half_L, lane_L = tl.arange(0, BLOCK_HALF)[None, :], tl.arange(0, BLOCK_D)[None, :]
@@ -172,7 +172,7 @@ def write_kernel(
 
 @cache
 def tile_options(num_heads: int, num_kv_heads: int, head_dim: int, rotary_dim: int, norm: int = 0) -> dict[str, Any]:
-    """Return tile counts, tile sizes and launch options of :func:`write_kernel`."""
+    """Return tile counts, tile sizes and launch options of :func:`write_kernel`; norm: its constant NORM."""
     block_d = triton.next_power_of_2(head_dim)
     block_h = max(1, min(triton.next_power_of_2(num_kv_heads), _TILE_LANES // block_d))
     q_tiles, k_tiles = (-(-heads // block_h) if norm < 2 else 1 for heads in (num_heads, num_kv_heads))

@@ -12,7 +12,7 @@ _MIN_BYTES = 2 << 20  # smaller tensors come from torch's allocator
 
 
 def lazy_zeros(shape: Sequence[int], *, dtype: torch.dtype, device: torch.device | str) -> Tensor:
-    """Return zeros like ``torch.zeros``, but do not touch the memory of large CPU tensors.
+    """Return zeros like ``torch.zeros``, but write nothing to the memory of large CPU tensors.
 
     ``torch.zeros`` writes the whole tensor. A KV cache would then occupy its full size before the first request. Large
     CPU tensors are mapped and start at a page boundary. The system is asked for huge pages, because attention reads

@@ -17,6 +17,6 @@ class Struct(ctypes.Structure):
 
 
 def fields(addresses: str, numbers: str) -> list[tuple[str, Any]]:
-    """Return ctypes fields: pointers named in `addresses`, then int64 named in `numbers` (separated by spaces)."""
+    """Return the ctypes fields of a :class:`Struct`: pointers, then int64; the names are separated by spaces."""
     pointers = [(name, ctypes.c_void_p) for name in addresses.split()]
     return [*pointers, *((name, ctypes.c_int64) for name in numbers.split())]

@@ -40,7 +40,7 @@ def _fold_head(
     CAPACITY: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Update the state of one head of one request with its ring entries; ring pointers are those of the request."""
+    """Update the state of one head of one request with its ring entries; ring pointers point to the request's ring."""
     j, k, d = tl.arange(0, BLOCK_J), tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_D)
     real_J, real_K = j < count, k < KEY_DIM
     k_JK, left_JD, fade_D = ring_keys(

@@ -33,26 +33,26 @@ _SEVERAL_TILE_ENTRIES = 2048  # for several tokens a row, which keep the state i
 
 @triton.jit
 def _load(ptr, lane, SIZE: tl.constexpr, there):
-    """Load lanes below ``SIZE``, zeros for the others; return only zeros unless ``there``."""
+    """Load the entries ``lane`` from ``ptr``: zeros at and above ``SIZE``, and only zeros unless ``there``."""
     return tl.load(ptr + lane, mask=lane < tl.where(there, SIZE, 0), other=0)
 
 
 @triton.jit
 def _store(ptr, lane, SIZE: tl.constexpr, value, there):
-    """Store the lanes below ``SIZE``; store nothing unless ``there``."""
+    """Store ``value`` to the entries ``lane`` below ``SIZE`` from ``ptr``; store nothing unless ``there``."""
     tl.store(ptr + lane, value.to(ptr.dtype.element_ty), mask=lane < tl.where(there, SIZE, 0))
 
 
 @triton.jit
 def _unit(x_CL):
-    """Normalize a vector to length 1, in float32."""
+    """Normalize a vector (C, L) of key channels to length 1, in float32."""
     x_CL = x_CL.to(tl.float32)
     return x_CL * to_unit(tl.sum(x_CL * x_CL))
 
 
 @triton.jit
 def _seen(state_CVL, x_CL):
-    """Return (V,), the product of a state and a vector of key channels."""
+    """Return (V,), the product of a state (C, V, L) and a vector (C, L) of key channels."""
     return tl.sum(tl.sum(state_CVL * x_CL[:, None, :], 0), 1)
 
 

@@ -143,7 +143,7 @@ def _call(
     beta_scale: float,
     own: dict[str, Any],
 ) -> tuple[Tensor, Tensor]:
-    """Call fla-core's `kernel` with these arguments and `own`, those that only this kernel takes.
+    """Call fla-core's `kernel` with these arguments and `own`, the arguments that only this kernel takes.
 
     States are (rows, H, Dv, Dk). Returns outputs and last states.
     """

@@ -77,14 +77,12 @@ def pairs_kernel(
     GROUP: tl.constexpr, KEY_DIM: tl.constexpr, DECAYS: tl.constexpr, TILES: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """Grid (chunks x tiles of tokens, heads). Results by head and token: sums of log decays from the start of the tile
+    """Compute the products of keys and queries with the keys of their tile, and the inverse of the triangular system.
+
+    Grid (chunks x tiles of tokens, heads). Results by head and token: sums of log decays from the start of the tile
     to the token and after the token (both D), the inverse times beta and the weights of queries (both T), and the scale
-    factors of keys and queries.
-
-    Every sum of log decays is of its own tokens: differences of sums would lose digits after a strong decay.
-
-    Grid (chunks x tiles of tokens, heads). Results by head and token: running sums of log decays in the tile (D),
-    the inverse times beta and the weights of queries (both T), and the scale factors of keys and queries.
+    factors of keys and queries. Every sum of log decays is added up from its own tokens, because a difference of sums
+    would lose digits after a strong decay.
     At least 3 blocks a multiprocessor.
     """
     chunk, head = tl.program_id(0) // TILES, tl.program_id(1)

@@ -38,7 +38,7 @@ _INVERSE_PARTS, _QUERY_PARTS = 3, 2  # parts of bfloat16 that are kept: 24 and 1
 
 
 def token_distances(q: Tensor, k: Tensor, v: Tensor) -> dict[str, int]:
-    """Return the distances of tokens, which are constants of the kernel.
+    """Return the strides of tokens in q, k and v, which are compile-time constants of the kernel.
 
     A view of one token may have any stride. It gets the stride that a layer's convolution output has, so that no
     additional kernel is compiled.
@@ -52,8 +52,8 @@ def takes_tiles(q: Tensor, k: Tensor, distances: dict[str, int], decays: int, ch
     """Return whether tiles of 64 tokens can be used: bfloat16, one decay per head, chunks longer than 16 tokens, and
     keys and queries that begin at multiples of 16 elements.
 
-    Others are not copied to shared memory ahead, and other matrices take their place there within a tile. Of two matrix
-    layouts at one address ptxas 12.8 (Triton 3.6) makes wrong descriptors, with the number of the thread as address.
+    Unaligned keys and queries are not copied to shared memory ahead, so other matrices get the same addresses there.
+    For two matrix layouts at one address, ptxas 12.8 (Triton 3.6) makes wrong descriptors.
     """
     begins = distances["Q_TOKEN"] | distances["K_TOKEN"] | q.stride(1) | k.stride(1)
     is_aligned = (begins | q.storage_offset() | k.storage_offset()) % 16 == 0
@@ -273,7 +273,7 @@ def scan_tiles(
     state, q, k, v, total, rest, inverse, query, scale, shape, distances,
     query_start_loc, chunk_start_loc, row_chunk_loc, chunk_size, read, chunk_write, o,
 ):  # fmt: skip
-    """Launch the kernels after `pairs_kernel`. Its results are ``total`` to ``scale``."""
+    """Launch `join_kernel` and `walk_tiles_kernel`. ``total`` to ``scale`` are the results of `pairs_kernel`."""
     heads, value_dim, key_dim = (shape[name] for name in ("HEADS", "VALUE_DIM", "KEY_DIM"))
     options = tile_options(value_dim, key_dim)
     num_tokens, num_chunks = v.shape[0], chunk_write.shape[0]

@@ -30,7 +30,7 @@ _TILE_ENTRIES = 2048  # of a state, per program: four loads of 16 bytes per thre
 
 @triton.jit
 def _unit(ptr_K, real_K):
-    """Load a vector, and normalize it to length 1 in float32."""
+    """Load a vector (K,) from the pointers ``ptr_K``, and normalize it to length 1 in float32."""
     x_K = tl.load(ptr_K, mask=real_K, other=0).to(tl.float32)
     return x_K * tl.rsqrt(tl.sum(x_K * x_K, 0) + 1e-6)
 

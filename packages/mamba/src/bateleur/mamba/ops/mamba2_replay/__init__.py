@@ -126,7 +126,7 @@ def _weights(decay: Tensor, scores: Tensor, D: Tensor) -> Tensor:
 
 
 def _of_checkpoint(ssm_state: Tensor, slot: Tensor, C: Tensor) -> Tensor:
-    """Return the products of the saved states and the queries C (R * G, M, N): (R, M, H, P)."""
+    """Return the products of the saved states in state slots `slot` and the queries C (R * G, M, N): (R, M, H, P)."""
     (_, heads, channels, size), num_rows, (batch, queries, _) = ssm_state.shape, slot.shape[0], C.shape
     state = ssm_state.index_select(0, slot).to(C.dtype)
     y = torch.bmm(C, state.view(batch, -1, size).mT)

@@ -31,7 +31,7 @@ _TILE_ENTRIES = 8192  # of a state, per program: 32 KiB in float32
 
 @triton.jit
 def _entries(old_ptr_L, new_ptr_L, place_J, token_J, old_J, new_J, real_L):
-    """Load L lanes of J ring entries, followed by those of the new tokens and zeros, as (J, L) float32."""
+    """Load L numbers of each of J ring entries, then those of the new tokens, then zeros: (J, L) float32."""
     old_JL = load_tile(old_ptr_L, place_J, old_J, real_L).to(tl.float32)
     return tl.where(new_J[:, None], load_tile(new_ptr_L, token_J, new_J, real_L).to(tl.float32), old_JL)
 

@@ -85,7 +85,7 @@ def chunks_are_independent(slots: int, read: Tensor, chunk_write: Tensor, chunk_
 
 
 def index_error(row: int, slots: int, tokens: int) -> IndexError:
-    """Return the error for a row (request) that the C form rejects: a slot or token index is out of range."""
+    """Return the error for request `row`, with a state slot outside [0, slots) or a token outside [0, tokens)."""
     return IndexError(
         f"read, write, query_start_loc: row {row} has a slot outside of [0, {slots - 1}], or not 0 to {MOST_TOKENS} of "
         f"the {tokens} tokens"

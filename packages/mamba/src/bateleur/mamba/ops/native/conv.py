@@ -39,7 +39,7 @@ def causal_conv1d_update(
     write: Tensor,
     activation: str,
 ) -> Tensor | Unsupported:
-    """Convolve 1 to 1 + K tokens per request in C; `UNSUPPORTED` also if a row writes a slot that another reads."""
+    """Convolve decodes in C; returns `UNSUPPORTED` also if a row writes a state slot that another row reads."""
     room = weight.shape[1] - 2 + max_query_len  # inputs that a row writes to its slot
     floats = takes(max_query_len, (x, weight, bias, conv_state)) and fits(x, weight, conv_state, room)
     integers = is_indexed(query_start_loc, read, offset, write)

@@ -41,7 +41,7 @@ def selective_state_update(
     dt_min: float,
     dt_max: float,
 ) -> Tensor | Unsupported:
-    """Run Mamba-2 decodes token by token in C; `UNSUPPORTED` also if a row writes a slot that another reads."""
+    """Run Mamba-2 decodes in C; returns `UNSUPPORTED` also if a row writes a state slot that another row reads."""
     floats = takes(max_query_len, (x, dt, B, C), (ssm_state, A, D, dt_bias))
     floats = floats and takes_state(ssm_state, x, B, C, dt, A, D, dt_bias)
     integers = is_indexed(query_start_loc, read, write) and write.shape[1] >= max_query_len

@@ -79,7 +79,7 @@ def _in_16_bytes(x: Tensor) -> bool:
 
 
 def rows_with_slot(write: Tensor) -> Tensor | None:
-    """Return indices of the rows whose slot is not 0; None means all rows, or that they are unknown (on a GPU)."""
+    """Return indices of the rows whose slot is not 0; None if all rows have one, and always on a GPU (not read)."""
     if write.device.type != "cpu":
         return None
     rows = write.numpy().nonzero()[0]
@@ -100,7 +100,7 @@ def pad_rows(query_start_loc: Tensor, max_query_len: int, num_tokens: int) -> tu
 
 
 def unpad(y: Tensor, tokens: Tensor, like: Tensor) -> Tensor:
-    """Scatter `y` (entries, ...) to token indices `tokens` (entries,); index T drops an entry. Other tokens get 0."""
+    """Scatter `y` (entries, ...) to the indices `tokens` (entries,) of zeros like `like`; index T drops an entry."""
     out = like.new_zeros((like.shape[0] + 1, *like.shape[1:]))
     return out.index_copy_(0, tokens, y.to(like.dtype))[:-1]
 

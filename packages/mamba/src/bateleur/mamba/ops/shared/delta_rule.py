@@ -29,7 +29,7 @@ def units(q: Tensor, k: Tensor, heads: int, dtype: torch.dtype) -> Tensor:
 
 
 def of_heads(x: Tensor, heads: int) -> Tensor:
-    """Repeat the G key heads in dimension 1 for the value heads."""
+    """Repeat the G key heads in dimension 1 of `x`, so that there are `heads` value heads."""
     return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1)
 
 
@@ -89,7 +89,7 @@ def take(ring: Tensor, at: Tensor, missing: Tensor | None, dtype: torch.dtype) -
 
 
 def decayed_keys(ring_k: Tensor, ring_g: Tensor, at: RingEntries, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the keys of all ring entries after the decays of later entries, and the decay of the saved state.
+    """Return the keys of all ring entries, times the decays of later entries, and the decay of the saved state.
 
     The keys are the product of (R, G or H, L, Dk) and (R, H, L, 1). The decay is (R, H, 1, 1 or Dk).
     """
@@ -149,7 +149,7 @@ def _own_scores(kq: Tensor, total: Tensor) -> Tensor:
 
 
 def is_in_place(state: Tensor, dtype: torch.dtype) -> bool:
-    """Return whether views of `state` can be computed on in `dtype`."""
+    """Return whether `state` is contiguous and of `dtype`, so that views of it are updated without copies."""
     return state.dtype == dtype and state.is_contiguous()
 
 

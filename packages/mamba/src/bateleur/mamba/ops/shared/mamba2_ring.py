@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 class RingIndices(NamedTuple):
-    """Indices of each request's entries in the flattened rings, by age. On a CPU, L is that of the fullest ring."""
+    """Indices of each request's entries in the flattened rings, by age. On a CPU, L is the fullest ring's length."""
 
     at: Tensor
     """(R, L). Missing entries have the index of the oldest one."""

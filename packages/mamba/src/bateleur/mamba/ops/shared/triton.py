@@ -66,7 +66,7 @@ def rounded(v, PRECISION: tl.constexpr):
 
 @triton.jit
 def unless_null(slot, size):
-    """Return the number of lanes of a state slot to read or write: ``size``, or 0 for the null slot."""
+    """Return the number of entries of a state slot to read or write: ``size``, or 0 for the null slot 0."""
     return tl.where(slot == 0, 0, size)
 
 
@@ -85,14 +85,14 @@ def store_tile(ptr_L, offset_E, value_EL, real_E, real_L):
 
 @triton.jit
 def rows_of_share(dst_ptr, r, num_rows):
-    """Load destination slots (R,) of the rows ``r`` in this program's share (grid axis 1), 0 for other rows."""
+    """Load the destination slots (R,) of the requests ``r`` that this program handles (grid axis 1), 0 for others."""
     mine_R = (r < num_rows) & (r % tl.num_programs(1) == tl.program_id(1))
     return tl.load(dst_ptr + r, mask=mine_R, other=0)
 
 
 @triton.jit
 def next_row(dst_R, r, row):
-    """Return the first of the rows ``r`` after ``row`` with a destination; 2^31 - 1 if there is none."""
+    """Return the first of the requests ``r`` after ``row`` with a destination slot; 2^31 - 1 if there is none."""
     return tl.min(tl.where((dst_R != 0) & (r > row), r, 0x7FFFFFFF), 0)
 
 
@@ -107,7 +107,7 @@ def row_shares(num_rows: int, programs: int) -> int:
 
 @triton.jit
 def zero_tail(out_ptr, first, num_tokens, width, lane_L, real_L):
-    """Zero the tokens from ``first`` to ``num_tokens - 1``, which belong to no request; width: stride of tokens."""
+    """Zero the outputs of tokens ``first`` to ``num_tokens - 1``, of no request; width: stride of tokens."""
     out_L = out_ptr + first.to(tl.int64) * width + lane_L
     for _ in range(num_tokens - first):
         tl.store(out_L, tl.zeros(lane_L.shape, out_ptr.dtype.element_ty), mask=real_L)

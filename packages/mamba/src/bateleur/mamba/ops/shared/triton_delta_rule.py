@@ -42,7 +42,7 @@ def betas(b_T, real_T, beta_scale):
 
 @triton.jit
 def product(x, y, PRECISION: tl.constexpr):
-    """Multiply two float32 matrices."""
+    """Return the product of two float32 matrices; PRECISION: input precision of ``tl.dot``."""
     return tl.dot(rounded(x, PRECISION), rounded(y, PRECISION), input_precision=PRECISION)
 
 
@@ -70,7 +70,7 @@ def solve(below_TT, x_VT, t, count):
 
 @triton.jit
 def zero_tokens(o_V, first, num_tokens, token, t, real_V):
-    """Zero the tokens from ``first`` on, which belong to no request; token: stride of tokens."""
+    """Zero the outputs of the tokens from ``first`` on, which belong to no request; token: stride of tokens."""
     for begin in range(first, num_tokens, t.shape[0]):
         token_T = (begin + t).to(tl.int64)
         zero_TV = tl.zeros([t.shape[0], real_V.shape[0]], tl.float32)
