@@ -89,7 +89,7 @@ class OfflineBench:
 
     @contextmanager
     def _engines(self, config: OfflineConfig) -> Iterator[list[EngineProcess]]:
-        """Load bateleur and the engines to compare with. Those that fail to load are added to `skipped`."""
+        """Load bateleur and the engines to compare with. Engines that fail to load are added to `skipped`."""
         with ExitStack() as stack:
             engines = []
             for name in (_OURS, *config.chosen_peers):

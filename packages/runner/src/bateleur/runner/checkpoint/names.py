@@ -215,7 +215,7 @@ def cut_evenly(names: Names, tensors: Mapping[str, TensorEntry]) -> Names:
 
 
 def norms_less_one(names: Names) -> Names:
-    """Return the names, with the residual stream's, query and key norms read as w - 1."""
+    """Return the names, for files with norm weights w - 1 in place of w (residual stream, queries and keys)."""
     norms = ("input_norm", "output_norm", "final_norm", "q_norm", "k_norm")
     stored = {name: part for name, part in names.items() if part.target.rpartition(".")[2] in norms}
     return names | {name: replace(part, form=Form.LESS_ONE) for name, part in stored.items()}

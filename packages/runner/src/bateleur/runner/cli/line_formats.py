@@ -43,7 +43,7 @@ class LineRequest:
 class NativeFormat:
     """A line is a prompt and sampling parameters by the names of `SamplingParams`.
 
-    defaults: parameters that a line leaves out. names: of the model and of LoRA adapters, one of which may be `model`.
+    defaults: parameters that a line leaves out. names: names of the model and of LoRA adapters, one of which a line may give as `model`.
     """
 
     name = "own"

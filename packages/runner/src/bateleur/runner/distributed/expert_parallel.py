@@ -51,7 +51,7 @@ class ExpertParallel:
 
 
 class DataParallelSync:
-    """Chooses one graph for all ranks, or the number of rows that each rank sends to the experts. One collective.
+    """Chooses one graph for all ranks, or the number of rows that each rank sends to the experts, by one collective.
 
     A `bateleur.cudagraph.DispatchCoordinator`. The host waits for the other hosts, because its padding depends on their
     batches.

@@ -42,7 +42,7 @@ class Engine:
     def __init__(self, setup: EngineSetup) -> None:
         """Allocate buffers and caches for `setup.limits` on the device of the model, and capture graphs.
 
-        Raises ValueError for a drafter with another number of tokens, or one that samples for another rule.
+        Raises ValueError unless the drafter has the configured number of draft tokens and acceptance rule.
         """
         self.setup, self.model, self.limits = setup, setup.model, setup.limits
         self.device = self.model.device
@@ -282,7 +282,10 @@ class Engine:
     def _appending(
         self, batch: StepBatch, present: NDArray[np.bool_] | None
     ) -> tuple[Sequence[Request], NDArray[np.int32]]:
-        """See `StepInFlight.appending`. present: (S,) rows that their requests still have; None for all."""
+        """Return the value of `StepInFlight.appending`: requests that get tokens, and their lengths before.
+
+        present: (S,) whether a request still has its table row; None for all.
+        """
         requests, rows = batch.sampled
         if present is None:
             return requests, self.table.num_known[rows]

@@ -126,7 +126,10 @@ class OutputProcessor:
         return count
 
     def _apply(self, request: Request, tokens: Sequence[int], num_drafts: int) -> int:
-        """Append tokens until one ends the request or is -1; returns how many. The first `num_drafts` were drafts."""
+        """Append tokens before the first -1, up to and including one that ends the request. Return the number appended.
+
+        The first `num_drafts` tokens were drafts.
+        """
         count, output = 0, request.output_token_ids
         for token in tokens:
             if token < 0:
@@ -235,7 +238,7 @@ class RequestClock:
         num_taken: NDArray[np.int64],
         present: NDArray[np.bool_] | None,
     ) -> None:
-        """Record that S requests got `num_taken` (S,) tokens. present: (S,) rows they still have; None for all."""
+        """Record that S requests got `num_taken` (S,) tokens. present: (S,) whether each still has its row; None: all."""
         now, took = perf_counter(), num_taken > 0
         then = self._table.last_token_time[rows]
         if present is not None:

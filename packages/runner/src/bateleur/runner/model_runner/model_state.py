@@ -181,7 +181,7 @@ class ModelState:
     ) -> StagedBatch[StepContext]:
         """Build the metadata of each group, for a batch that was staged for `key`. Replays accept only the latest one.
 
-        batch_id: of the staged rows, see `StepRows`; None for rows that do not repeat. adapter_slots: slots of the
+        batch_id: identity of the staged rows, see `StepRows`; None for rows that do not repeat. adapter_slots: slots of the
             LoRA adapters of its tokens without padding; None for no adapter.
         """
         if self._checks >= ReplayChecks.PARANOID:

@@ -1,6 +1,6 @@
 """LoRA adapters of projections. Each token has its own adapter, or none.
 
-Shapes: T tokens, K columns and N rows of the projection, A adapter slots, R low-rank lanes of a slot (all modules of
+Shapes: T tokens, K columns and N rows of the projection, A adapter slots, R low rank of a slot (over all modules of
 the projection).
 """
 

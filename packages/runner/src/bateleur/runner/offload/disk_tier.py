@@ -104,8 +104,8 @@ class DiskTier:
     def save(self, keys: PrefixKeys, ids: NDArray[np.int32], num_tokens: int, prompt_len: int) -> None:
         """Queue files for the first `num_tokens` tokens of an ended request, as far as memory allows.
 
-        These tokens are in the prefix cache. Without states there are two endings: the end of the request, and the last
-        one from which the same prompt could start again. `ids` must not be written to any more.
+        These tokens are in the prefix cache. Without states, files end at two positions: at the end of the
+        request, and at the last position from which the same prompt could start again. `ids` must not be written to any more.
         """
         chain = Chain(self._cache, keys, ids, num_tokens)
         spans = list(chain.segments())
@@ -280,7 +280,7 @@ class DiskTier:
     # --- both ---------------------------------------------------------------------------------------------
 
     def _on_all_ranks(self, names: list[str]) -> Container[str]:
-        """Return those of these files that all ranks have."""
+        """Return the files of `names` that all ranks have."""
         if self._ranks.alone:
             return self._names
         has = self._ranks.all_have([name in self._names for name in names])

@@ -144,7 +144,7 @@ def _compare(path: Path, stored: dict[str, str], layout: Layout) -> None:
 
 
 def _metadata(layout: Layout, prefix: Prefix, tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """Return the metadata of a file; the checksum is of the others and of the tensors."""
+    """Return the metadata of a file, with a checksum of all other metadata and of the tensors."""
     end = prefix.start + len(prefix.token_ids) - layout.ahead
     metadata = {"format": FORMAT, "version": VERSION, "layout": layout.digest}
     metadata |= {f"layout.{name}": value for name, value in layout.fields.items()}

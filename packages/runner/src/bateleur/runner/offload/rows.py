@@ -125,7 +125,7 @@ class PagedCache:
     rows: PagedRows
 
     def add(self, keys: Sequence[Hashable], data: NDArray[np.uint8]) -> bool:
-        """Add those of `keys` that are not cached, with contents (n, num_bytes), which are not written to any more.
+        """Add the uncached `keys` with their contents: rows of `data` (n, num_bytes), which must not be written to any more.
 
         Returns False, and adds nothing, if there is not enough room.
         """

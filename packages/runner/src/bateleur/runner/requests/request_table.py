@@ -137,7 +137,7 @@ class RequestTable:
     def num_useful_drafts(self, rows: NDArray[np.int64], longest: int, most: int, *, at_least_one: bool) -> Int32s:
         """Return the drafts (R,), at most `most`, that the next step can use.
 
-        at_least_one: assume that steps in flight emit one token per row each; else all that they may emit.
+        at_least_one: assume that steps in flight emit one token per row each; else the maximum number of tokens.
         """
         left = np.minimum(self.limit[rows] - 1, longest) - self.num_tokens[rows]
         if at_least_one:

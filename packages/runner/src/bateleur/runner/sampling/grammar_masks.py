@@ -52,7 +52,7 @@ class GrammarMasks:
         self.has_drafts = True
 
     def cut_drafts(self) -> None:
-        """Keep only those drafts for the next step that the grammars allow."""
+        """Drop drafts for the next step that the grammars forbid, with all drafts after them."""
         self._receive()
         table = self._table
         for request, known in self._look(list(self._received)):

@@ -140,7 +140,7 @@ class SamplerRows:
         return drafts_RK.where(self._draft_slots < self.num_drafts[:num_rows, None], -1)
 
     def emit(self, tokens: Tensor, num_emitted: Tensor) -> None:
-        """Store what the first R rows emitted: tokens (R, J), and their numbers (R,) int64. The last token of each row
+        """Store the emitted tokens (R, J) of the first R rows, and their numbers (R,) int64. The last token of each row
         is computed next. Can be captured.
         """
         num_rows = len(num_emitted)
@@ -271,7 +271,7 @@ class RejectionSampler:
     ) -> EndedStep:
         """Verify the drafts of the rows that compute their last known token, and sample. `stage` must have been called.
 
-        Returns None without such requests. `stage` must have been called. allowed: (L, ceil(V / 32)) int32 on the
+        allowed: (L, ceil(V / 32)) int32 on the
         device, bits of the tokens that may be sampled, see `forbid_`.
         """
         index, inputs = batch.index, batch.sampling

@@ -161,7 +161,7 @@ class EndGraphs:
         return self.manager.replay(key, StagedBatch(key, state, staged.generation, staged.signature))
 
     def verify(self, fuzz: int, written: Callable[[StepContext], Mapping[str, Tensor]]) -> VerifyReport:
-        """Check that replays equal eager runs on random steps. written: what a step may have changed in the caches."""
+        """Check that replays equal eager runs on random steps. written: returns the parts of caches a step may change."""
 
         def also(state: EndState) -> dict[str, Tensor]:
             rows, count = self._sampler.rows, state.context.batch.num_actual_reqs

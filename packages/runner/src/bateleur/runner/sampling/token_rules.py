@@ -174,7 +174,7 @@ class _Table(NamedTuple):
 class Biases:
     """Entries of the running requests, by row of the request table.
 
-    max_rows: rows of the table (M). tokens: first token of the logits, and one after the last. device: of the logits.
+    max_rows: rows of the table (M). tokens: first token of the logits, and one after the last. device: device of the logits.
     """
 
     def __init__(self, max_rows: int, tokens: tuple[int, int], device: torch.device) -> None:

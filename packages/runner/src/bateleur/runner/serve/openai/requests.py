@@ -42,7 +42,7 @@ class APIRequest:
 
     @property
     def num_top_logprobs(self) -> int | None:
-        """Number of log probabilities to report per position, -1 for all that are known; None for none."""
+        """Number of log probabilities to report per position; -1: those of `logprob_token_ids`; None: none."""
         return -1 if self.params.logprob_token_ids else self.params.logprobs
 
 
