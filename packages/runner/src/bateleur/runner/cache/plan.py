@@ -90,7 +90,7 @@ class CachePlan:
 
     @property
     def draft_bytes(self) -> int:
-        """Bytes of the logits of unverified drafts (with one more entry for padding), and of token ids for prompt lookup."""
+        """Bytes of the logits of unverified drafts (and one entry for padding), and of token ids for prompt lookup."""
         draft = self.costs.options.draft
         each = self.costs.logits_bytes_per_request + draft.row_bytes
         return draft.logits_bytes + self.max_num_seqs * each

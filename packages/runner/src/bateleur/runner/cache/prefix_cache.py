@@ -145,7 +145,7 @@ class PrefixCache:
         self.below.save(self._keys(request), ids, min(settled, known - self.ahead), prompt_len)
 
     def _reach(self, keys: PrefixKeys, ids: NDArray[np.int32], most: int, below: Below) -> int:
-        """Return the length of the longest prefix of `ids` that the device and the offload tiers hold, at most `most`."""
+        """Return the length of the longest prefix of `ids` on the device or in the offload tiers, at most `most`."""
         longest = most // self.granularity * self.granularity
         if self._blocks is not None and longest:
             names = self.names(keys, ids, 0, longest // self.block_size)

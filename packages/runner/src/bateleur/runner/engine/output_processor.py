@@ -238,7 +238,7 @@ class RequestClock:
         num_taken: NDArray[np.int64],
         present: NDArray[np.bool_] | None,
     ) -> None:
-        """Record that S requests got `num_taken` (S,) tokens. present: (S,) whether each still has its row; None: all."""
+        """Record that S requests got `num_taken` (S,) tokens. present: (S,) whether each has its row; None: all."""
         now, took = perf_counter(), num_taken > 0
         then = self._table.last_token_time[rows]
         if present is not None:

@@ -192,7 +192,7 @@ class RequestRegistry:
         return output
 
     def take_unclaimed(self) -> list[RequestOutput]:
-        """Return all queued outputs, except those of requests whose caller fetches them by `take` (ids in `claimed`)."""
+        """Return all queued outputs, except of requests whose caller fetches them by `take` (ids in `claimed`)."""
         names = [name for name in self._undelivered if name not in self.claimed]
         if len(names) <= 1:
             return [self._take_one(name) for name in names]

@@ -99,7 +99,7 @@ class HeadNorm:
 
 
 class WholeNorm:
-    """RMS norms over all query heads of a token and over all its key heads, with one weight per element of each head."""
+    """RMS norms over all query heads of a token and over all its key heads, with one weight per element."""
 
     def __init__(self, sizes: tuple[int, int], eps: float, like: Tensor) -> None:
         """sizes: elements of all query heads of a token, and of all its key heads."""

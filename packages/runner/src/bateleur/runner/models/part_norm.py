@@ -18,7 +18,7 @@ def gated_norm_over_ranks(
     norm_first: bool,
     ranks: Ranks,
 ) -> Tensor:
-    """Return the gated RMS norm with SiLU of one group of elements, divided among several ranks with I elements on each.
+    """Return the gated RMS norm with SiLU of one group of elements, of which each of several ranks has I.
 
     x_TI, gate_TI: this rank's elements. weight (I,). of_groups: index of the group, and number of groups. norm_first:
     whether the norm comes before the gate.

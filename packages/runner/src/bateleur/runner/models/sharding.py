@@ -101,7 +101,7 @@ def num_sums(spec: ModelSpec) -> int:
 
 
 def sum_bytes(spec: ModelSpec, itemsize: int) -> int:
-    """Return the bytes per token of all these all-reduces. itemsize: bytes per number of hidden states."""
+    """Return the bytes per token of all all-reduces in a forward pass. itemsize: bytes per number of hidden states."""
     return (1 + len(spec.layers)) * spec.hidden_size * itemsize + sum(4 * each for each in _squares(spec))
 
 

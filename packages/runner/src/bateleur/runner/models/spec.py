@@ -99,8 +99,8 @@ class MlpLayer:
 class RouterSpec:
     """Chooses a token's experts and their weights, from one logit per expert.
 
-    softmax: choose the experts with the largest logits. sigmoid: choose the experts with the largest scores, optionally with
-    a correction (`e_score_correction_bias`) added for the choice, and only out of the best groups.
+    softmax: choose the experts with the largest logits. sigmoid: choose the experts with the largest scores, optionally
+    with a correction (`e_score_correction_bias`) added for the choice, and only out of the best groups.
     """
 
     scores: Scores = "softmax"

@@ -100,7 +100,7 @@ class SamplerRows:
     """
 
     def __init__(self, max_rows: int, width: int, device: torch.device) -> None:
-        """max_rows: M. width: J."""
+        """max_rows: rows of the request table (M). width: maximum tokens that a row emits in a step (J)."""
         self._max_rows, self._device = max_rows, device
         self.next_ids = torch.zeros((1 + max_rows, width), dtype=torch.int64, device=device)
         even = max_rows + max_rows % 2  # each part is aligned to 16 bytes, so that Triton compiles a kernel once
@@ -271,8 +271,7 @@ class RejectionSampler:
     ) -> EndedStep:
         """Verify the drafts of the rows that compute their last known token, and sample. `stage` must have been called.
 
-        allowed: (L, ceil(V / 32)) int32 on the
-        device, bits of the tokens that may be sampled, see `forbid_`.
+        allowed: (L, ceil(V / 32)) int32 on the device, bits of the tokens that may be sampled, see `forbid_`.
         """
         index, inputs = batch.index, batch.sampling
         assert inputs is not None
