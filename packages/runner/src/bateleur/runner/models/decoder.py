@@ -53,8 +53,8 @@ class HybridDecoder:
     only describes its weights.
 
     spec: layers and sizes of the model.
-    dtype: dtype of weights, activations and logits (before conversion to float32). Parameters of recurrences and routers
-    are float32 in any case.
+    dtype: dtype of weights, activations and logits (before conversion to float32). Parameters of recurrences and
+    routers are float32 in any case.
     device: device of the weights.
     ranks: tensor-parallel ranks, see `shard_model`; `self.spec` is this rank's part.
     data_ranks: data-parallel ranks that share experts, see `shard_experts`; not together with `ranks`.

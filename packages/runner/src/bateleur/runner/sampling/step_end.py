@@ -154,7 +154,7 @@ class EndGraphs:
         return all(replace(key, variant=(kind,)) in self.manager.ready for kind in KINDS)
 
     def run(self, staged: StagedBatch[StepContext], hidden_TD: Tensor, kind: str) -> Tensor:
-        """Sample and commit after a forward pass, see `RejectionSampler.record`. Raises ReplayFailed if the graph failed."""
+        """Sample and commit after a forward pass by a graph; returns `SamplerOutput.packed`. Raises ReplayFailed."""
         assert staged.key is not None
         key = replace(staged.key, variant=(kind,))
         state = EndState(staged.state, hidden_TD)
