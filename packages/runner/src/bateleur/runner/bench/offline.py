@@ -108,7 +108,7 @@ class OfflineBench:
             yield engines
 
     def measure(self, config: OfflineConfig, tasks: list[Task]) -> tuple[list[dict[str, TaskRuns]], dict[str, Any]]:
-        """Return the runs of each task by engine, and the engines' versions. Reads memory once per round."""
+        """Return the runs of each task by engine, and the engines' versions. Also measures memory bandwidth."""
         with self._engines(config) as engines, ExitStack() as stack:
             reader = EngineProcess("read", self._settings)
             stack.callback(reader.close)

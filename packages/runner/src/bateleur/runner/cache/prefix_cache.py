@@ -39,7 +39,7 @@ class Below(Protocol):
         """Return whether the tiers have the KV block of this key."""
 
     def has_page(self, key: bytes) -> bool:
-        """Return whether the tiers have the state after a prefix."""
+        """Return whether the tiers have the state after the prefix with this key."""
 
     def load(self, blocks: list[bytes], page: bytes | None, num_tokens: int) -> None:
         """Copy these blocks and this state to the device and add them to its prefix cache; nothing if there is no room.

@@ -317,7 +317,7 @@ def _attention_names(layer: AttentionLayer) -> Names:
 
 
 def _projection(target: str, sources: Mapping[str, int | None], bias: bool) -> Names:
-    """Return the names of tensors that are stacked to one matrix, and of their biases. sources: rows by name."""
+    """Return the names of tensors that are stacked to one matrix, and of their biases. sources: row counts by name."""
     names, start = {}, 0
     for source, rows in sources.items():
         names[f"{source}.weight"] = Part(f"{target}_proj", start, rows)

@@ -74,5 +74,5 @@ class DataParallelSync:
         return agreed
 
     def dispatch(self, batch: UnpaddedBatch | None) -> JointDispatch:
-        """The joint decision for a rank with this batch; None for a rank without work."""
+        """Return the dispatch decision of all ranks. batch: this rank's batch; None for a rank without work."""
         return self.coordinate(RankStep(batch))

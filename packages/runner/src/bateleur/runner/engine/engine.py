@@ -238,8 +238,8 @@ class Engine:
         return admitted
 
     def _collect(self, marks: StepMarks) -> None:
-        """Wait for the oldest step in flight, append its tokens and publish its blocks. Its requests are reported after
-        the next launch.
+        """Wait for the oldest step in flight, append its tokens, and add its blocks to the prefix cache. Its requests
+        are reported after the next launch.
 
         Rows that a request has given back since the launch are skipped, because another request may have them now.
         """

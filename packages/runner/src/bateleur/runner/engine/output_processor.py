@@ -255,7 +255,7 @@ class RequestClock:
         self._table.last_token_time[rows[took if present is None else took & present]] = now
 
     def ended(self, request: Request) -> None:
-        """Record the end of a request. Without a token, only its reason and lengths count."""
+        """Record the end of a request. If it got no token, only its finish reason and lengths are recorded."""
         histograms, times = self._stats.histograms, request.times
         self._stats.finished[request.finish_reason or "abort"] += 1
         histograms.request_prompt_tokens.observe(len(request.prompt_token_ids))

@@ -173,7 +173,7 @@ class Request:
         self._known.table = None
 
     def rewind(self, num_output_tokens: int) -> None:
-        """Drop the tokens after the first `num_output_tokens`, and the end of the request."""
+        """Drop all output tokens after the first `num_output_tokens`. The request then counts as unfinished."""
         tokens, output = self._known, self.output
         if tokens.table is not None:
             known = len(self.prompt_token_ids) + num_output_tokens

@@ -138,7 +138,7 @@ class RequestTable:
         """Return the number of drafts (R,), at most `most`, that the next step can use.
 
         longest: maximum sequence length, drafts included, for which drafts can be proposed.
-        at_least_one: assume that steps in flight emit one token per row each; else the maximum number of tokens.
+        at_least_one: assume that each step in flight emits one token per row; else as many as it can.
         """
         left = np.minimum(self.limit[rows] - 1, longest) - self.num_tokens[rows]
         if at_least_one:

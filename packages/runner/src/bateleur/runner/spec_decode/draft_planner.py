@@ -16,7 +16,8 @@ from bateleur.runner.sampling.sampler import Sampler
 class DraftPlanner:
     """Plans the drafts of the next step from `RequestTable.num_proposed`, before the step is scheduled.
 
-    max_drafts: K. max_drafted_len: maximum sequence length, drafts included, up to which the drafter can propose.
+    max_drafts: maximum drafts of a request (K). max_drafted_len: maximum sequence length, drafts included, up to which
+    the drafter can propose.
     graphed: numbers of drafts, equal for all requests, for which steps have CUDA graphs; empty without graphs.
     waits_for_length: whether tokens depend on the number of drafts (rules RATIO and BLOCK).
     """
