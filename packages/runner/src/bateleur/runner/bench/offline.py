@@ -217,7 +217,10 @@ def bench_throughput(target: BenchTarget, config: ThroughputConfig, command: str
 def _rows(
     whole: dict[str, TaskRuns], task: Task, figures: Callable[[str, TaskRuns], dict[str, float]]
 ) -> list[dict[str, Any]]:
-    """A row for each engine: its figures, or a `fault` if its tokens are wrong or mostly unlike bateleur's."""
+    """Return a result row per engine: its figures, or a `fault` if its tokens are wrong or mostly unlike bateleur's.
+
+    whole: runs of the task by engine. figures: computes the figures of an engine's runs.
+    """
     rows: list[dict[str, Any]] = []
     for name, runs in whole.items():
         same, fault = sum(a == b for a, b in zip(runs.ids, whole[_OURS].ids, strict=True)), runs.fault(task)

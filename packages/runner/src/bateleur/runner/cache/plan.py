@@ -159,7 +159,7 @@ def plan_caches(
 def _shortened(plan: CachePlan, limits: EngineLimits, numbers: str, *, chosen: bool) -> CachePlan:
     """Return the plan with `max_model_len` lowered to what its KV blocks hold, with a warning or an error.
 
-    See `plan_caches`. chosen: whether the user chose `max_model_len`.
+    See `plan_caches`. numbers: text for the message. chosen: whether the user chose `max_model_len`.
     """
     fits, wanted, least = plan.num_tokens, limits.max_model_len, limits.max_query_len + 1
     if chosen or fits < least:

@@ -176,7 +176,10 @@ class Engine:
         registry.consistent = True
 
     def _launch(self, marks: StepMarks) -> StepInFlight | None:
-        """Give the next step to the device, which may still run the step before; None if there is nothing to run."""
+        """Give the next step to the device, which may still run the step before; None if there is nothing to run.
+
+        marks: gets the times of the parts of a step.
+        """
         batch = self._schedule()
         if batch is None:
             return None

@@ -108,7 +108,10 @@ class OutputProcessor:
         bad: NDArray[np.int64],
         present: NDArray[np.bool_] | None,
     ) -> list[int]:
-        """Return the requests (indices into S) that may keep fewer tokens than were emitted, or have other work."""
+        """Return the requests (indices into S) that may end, drop tokens, stream, or need text or grammar.
+
+        bad: nonzero if no token could be sampled. present: (S,) whether a request still has its row; None for all.
+        """
         table = self._table
         special = table.num_known[rows] + num_emitted >= table.check_from[rows]
         special |= self._stops[1][tokens_SJ].any(1) | (bad > 0)

@@ -126,7 +126,7 @@ class SamplerRows:
         num_drafts: NDArray[np.integer],
         values: NDArray[np.float32],
     ) -> None:
-        """Send the rows of a step to the device, in one copy."""
+        """Send the sampling rows of a step to the device, in one copy. See the class for the arguments."""
         staged, count = np.zeros(self._staged.shape, np.int64), len(table_rows)
         staged[0, count:] = self._max_rows
         for line, given in zip(staged, (table_rows, seeds, num_drafts), strict=False):
@@ -359,7 +359,7 @@ class RejectionSampler:
         return _pack(emitted, emitted.bad.long(), drafts_NK)
 
     def outcome_of(self, batch: StepBatch, packed: Tensor) -> EndedStep:
-        """The outcome of `record` for the rows of `batch`. On a CPU it is copied out of the memory of the graph."""
+        """Return the outcome of `record` for `batch`, given its result `packed`. On a CPU it is copied from the graph."""
         index, packed_S = batch.index, packed[: len(batch.rows)]
         packed_S = packed_S.clone() if self.device.type == "cpu" else packed_S
         output = SamplerOutput(index.sampled, index.first_S, packed_S, 1 + self.num_drafts)
