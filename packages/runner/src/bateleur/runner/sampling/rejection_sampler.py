@@ -359,7 +359,7 @@ class RejectionSampler:
         return _pack(emitted, emitted.bad.long(), drafts_NK)
 
     def outcome_of(self, batch: StepBatch, packed: Tensor) -> EndedStep:
-        """Return the outcome of `record` for `batch`, given its result `packed`. On a CPU it is copied from the graph."""
+        """Return the outcome of `record` for `batch`, from its result `packed`. On a CPU, copies it from the graph."""
         index, packed_S = batch.index, packed[: len(batch.rows)]
         packed_S = packed_S.clone() if self.device.type == "cpu" else packed_S
         output = SamplerOutput(index.sampled, index.first_S, packed_S, 1 + self.num_drafts)

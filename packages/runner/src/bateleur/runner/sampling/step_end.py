@@ -212,7 +212,7 @@ class StepEnd:
         self.by_reason: Counter[EndReason] = Counter()
 
     def capture(self, forward: Forward, options: GraphOptions) -> None:
-        """Capture graphs for the end of the steps that `forward` has graphs of."""
+        """Capture graphs that sample and commit after the forward passes that `forward` has graphs of."""
         self._poison = options.checks >= ReplayChecks.PARANOID
         self.graphs = EndGraphs(forward, options, self.sampler, self._model_state, self._lengths)
         self.graphs.capture()
