@@ -146,7 +146,7 @@ class LLM:
         queued by `add_request` run at the same time; the next `step` returns their outputs. An exception aborts the
         requests of this call.
 
-        priority: of each prompt, or of all; lower values run first with scheduling_policy "priority".
+        priority: priority of each prompt, or of all; lower values run first with scheduling_policy "priority".
         lora_request: LoRA adapter of each prompt, or of all; None for the base model.
         """
         flag("use_tqdm", use_tqdm)

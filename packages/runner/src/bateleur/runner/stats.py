@@ -175,7 +175,7 @@ class EngineStats:
 
     @property
     def tokens_per_step(self) -> float:
-        """Mean tokens emitted by a decoding row in a step; 1.0 without speculation and before the first such step."""
+        """Mean tokens of a decoding request in a step; 1.0 without speculation and before the first such step."""
         return self.num_verified_tokens / self.num_verify_rows if self.num_verify_rows else 1.0
 
     @property

@@ -89,7 +89,7 @@ class OfflineBench:
 
     @contextmanager
     def _engines(self, config: OfflineConfig) -> Iterator[list[EngineProcess]]:
-        """Load bateleur and the engines to compare with. Those that fail to load are added to `skipped`."""
+        """Load bateleur and the engines to compare with. Engines that fail to load are added to `skipped`."""
         with ExitStack() as stack:
             engines = []
             for name in (_OURS, *config.chosen_peers):
@@ -108,7 +108,7 @@ class OfflineBench:
             yield engines
 
     def measure(self, config: OfflineConfig, tasks: list[Task]) -> tuple[list[dict[str, TaskRuns]], dict[str, Any]]:
-        """Return the runs of each task by engine, and the engines' versions. Reads memory once per round."""
+        """Return the runs of each task by engine, and the engines' versions. Also measures memory bandwidth."""
         with self._engines(config) as engines, ExitStack() as stack:
             reader = EngineProcess("read", self._settings)
             stack.callback(reader.close)
@@ -217,7 +217,10 @@ def bench_throughput(target: BenchTarget, config: ThroughputConfig, command: str
 def _rows(
     whole: dict[str, TaskRuns], task: Task, figures: Callable[[str, TaskRuns], dict[str, float]]
 ) -> list[dict[str, Any]]:
-    """A row for each engine: its figures, or a `fault` if its tokens are wrong or mostly unlike bateleur's."""
+    """Return a result row per engine: its figures, or a `fault` if its tokens are wrong or mostly unlike bateleur's.
+
+    whole: runs of the task by engine. figures: computes the figures of an engine's runs.
+    """
     rows: list[dict[str, Any]] = []
     for name, runs in whole.items():
         same, fault = sum(a == b for a, b in zip(runs.ids, whole[_OURS].ids, strict=True)), runs.fault(task)

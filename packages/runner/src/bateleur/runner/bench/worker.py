@@ -116,7 +116,7 @@ def llama_cpp(settings: dict[str, Any]) -> tuple[Generate, dict[str, Any]]:
 def read(settings: dict[str, Any]) -> tuple[Generate, dict[str, Any]]:
     """Measure memory bandwidth: sum a buffer of `read_bytes` bytes, tokens[0] times.
 
-    The only "token" is the bytes read.
+    In place of token ids it returns the number of bytes read.
     """
     import torch
 

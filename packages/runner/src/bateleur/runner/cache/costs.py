@@ -139,7 +139,7 @@ class CacheCosts:
         return len(self.retention.columns_to_publish(0, longest, longest))
 
     def fixed_bytes(self, num_rows: int) -> int:
-        """Return the bytes of `num_rows` running requests and a null row, without keys, values and cached pages."""
+        """Return the bytes of `num_rows` running requests and a padding row, without keys, values and cached pages."""
         null = self.page_bytes + self.row_bytes + self.options.draft.logits_bytes
         own = self.logits_bytes_per_request + self.options.draft.row_bytes
         return null + num_rows * (self.state_bytes_per_request + own)

@@ -90,7 +90,7 @@ class CachePlan:
 
     @property
     def draft_bytes(self) -> int:
-        """Bytes of the logits of unverified drafts (and one null draft), and of token ids for prompt lookup."""
+        """Bytes of the logits of unverified drafts (and one entry for padding), and of token ids for prompt lookup."""
         draft = self.costs.options.draft
         each = self.costs.logits_bytes_per_request + draft.row_bytes
         return draft.logits_bytes + self.max_num_seqs * each
@@ -159,7 +159,7 @@ def plan_caches(
 def _shortened(plan: CachePlan, limits: EngineLimits, numbers: str, *, chosen: bool) -> CachePlan:
     """Return the plan with `max_model_len` lowered to what its KV blocks hold, with a warning or an error.
 
-    See `plan_caches`. chosen: whether the user chose `max_model_len`.
+    See `plan_caches`. numbers: text for the message. chosen: whether the user chose `max_model_len`.
     """
     fits, wanted, least = plan.num_tokens, limits.max_model_len, limits.max_query_len + 1
     if chosen or fits < least:

@@ -1,4 +1,4 @@
-"""The prefix cache of KV blocks and states: finds prefixes of requests, and adds those of running ones."""
+"""The prefix cache of KV blocks and states: finds cached prefixes, and adds blocks of running requests."""
 
 # Shape letters: R rows of a step.
 
@@ -33,13 +33,13 @@ class Hit:
 
 
 class Below(Protocol):
-    """Interface of the offload tiers (host memory, disk) below the device, by prefix-cache keys."""
+    """Interface of the offload tiers (host memory, disk). They store KV blocks and states by prefix-cache key."""
 
     def has_block(self, name: bytes) -> bool:
         """Return whether the tiers have the KV block of this key."""
 
     def has_page(self, key: bytes) -> bool:
-        """Return whether the tiers have the state after a prefix."""
+        """Return whether the tiers have the state after the prefix with this key."""
 
     def load(self, blocks: list[bytes], page: bytes | None, num_tokens: int) -> None:
         """Copy these blocks and this state to the device and add them to its prefix cache; nothing if there is no room.
@@ -48,16 +48,22 @@ class Below(Protocol):
         """
 
     def forget(self, blocks: list[bytes], pages: list[bytes]) -> None:
-        """Remove these keys of blocks and state pages from the tiers."""
+        """Remove KV blocks and state pages with these keys from the tiers."""
 
     def fetch(self, request: Request, keys: PrefixKeys, ids: NDArray[np.int32], most: int) -> bool:
-        """Start to load more of the first `most` tokens. If True, the request waits until `arrived` returns it."""
+        """Start to load the uncached part of the prefix of `ids`, at most `most` tokens, from disk.
+
+        Returns whether the request must wait until `arrived` returns it.
+        """
 
     def arrived(self) -> list[Request]:
         """Return the requests whose loads have finished since the last call."""
 
     def save(self, keys: PrefixKeys, ids: NDArray[np.int32], num_tokens: int, prompt_len: int) -> None:
-        """Store the first `num_tokens` tokens of an ended request; `prompt_len` of them are its prompt."""
+        """Offload KV blocks and states of the first `num_tokens` tokens of an ended request.
+
+        keys: computes the cache keys. ids: its token ids. prompt_len: length of its prompt.
+        """
 
 
 class PrefixCache:
@@ -139,7 +145,7 @@ class PrefixCache:
         self.below.save(self._keys(request), ids, min(settled, known - self.ahead), prompt_len)
 
     def _reach(self, keys: PrefixKeys, ids: NDArray[np.int32], most: int, below: Below) -> int:
-        """Return the length of the longest prefix that is completely on the device or in the offload tiers."""
+        """Return the length of the longest prefix of `ids` on the device or in the offload tiers, at most `most`."""
         longest = most // self.granularity * self.granularity
         if self._blocks is not None and longest:
             names = self.names(keys, ids, 0, longest // self.block_size)
@@ -154,7 +160,10 @@ class PrefixCache:
         return longest
 
     def find(self, keys: PrefixKeys, ids: NDArray[np.int32], most: int) -> Hit:
-        """Return the longest cached prefix of `ids` of at most `most` tokens. Adds no references."""
+        """Return the longest cached prefix of `ids` of at most `most` tokens. Adds no references.
+
+        keys: computes the cache keys of the request.
+        """
         longest = most // self.granularity * self.granularity
         if not longest:
             return Hit(0, [], 0, f"{len(ids)} tokens; a hit needs at least {self.granularity + 1}")

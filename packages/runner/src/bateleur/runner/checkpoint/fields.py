@@ -86,8 +86,8 @@ class ConfigFields:
     def attention(self, *, bias: bool | None = None, **given: Any) -> AttentionLayer:
         """Return the attention layer of the common fields.
 
-        bias: of all projections; None is the field `attention_bias`. given: arguments of `AttentionLayer` that are not
-        Llama's.
+        bias: whether all projections have one; None: as the field `attention_bias`. given: arguments of
+        `AttentionLayer` that differ from Llama's.
         """
         bias = self["attention_bias"] if bias is None else bias
         given.setdefault("scale", self.head_dim() ** -0.5)

@@ -215,7 +215,7 @@ def cut_evenly(names: Names, tensors: Mapping[str, TensorEntry]) -> Names:
 
 
 def norms_less_one(names: Names) -> Names:
-    """Return the names, with the residual stream's, query and key norms read as w - 1."""
+    """Return the names, for files with norm weights w - 1 in place of w (residual stream, queries and keys)."""
     norms = ("input_norm", "output_norm", "final_norm", "q_norm", "k_norm")
     stored = {name: part for name, part in names.items() if part.target.rpartition(".")[2] in norms}
     return names | {name: replace(part, form=Form.LESS_ONE) for name, part in stored.items()}
@@ -317,7 +317,7 @@ def _attention_names(layer: AttentionLayer) -> Names:
 
 
 def _projection(target: str, sources: Mapping[str, int | None], bias: bool) -> Names:
-    """Return the names of tensors that are stacked to one matrix, and of their biases. sources: rows by name."""
+    """Return the names of tensors that are stacked to one matrix, and of their biases. sources: row counts by name."""
     names, start = {}, 0
     for source, rows in sources.items():
         names[f"{source}.weight"] = Part(f"{target}_proj", start, rows)

@@ -58,7 +58,7 @@ def with_end_tokens(checkpoint: Checkpoint, tokenizer: Tokenizer) -> Checkpoint:
 
 
 def _named_token(tokenizer: Tokenizer, name: str) -> str:
-    """Return the text of a named special token, "" if there is none. transformers leaves some of them unparsed."""
+    """Return the text of a special token such as `eos_token`, "" if there is none. It may be given as an object."""
     given = getattr(tokenizer, name, None) or getattr(tokenizer, "init_kwargs", {}).get(name)
     return str(given.get("content", "")) if isinstance(given, dict) else str(given or "")
 

@@ -43,7 +43,8 @@ class LineRequest:
 class NativeFormat:
     """A line is a prompt and sampling parameters by the names of `SamplingParams`.
 
-    defaults: parameters that a line leaves out. names: of the model and of LoRA adapters, one of which may be `model`.
+    defaults: parameters that a line leaves out. names: names of the model and of LoRA adapters; a
+    line may give one as `model`.
     """
 
     name = "own"

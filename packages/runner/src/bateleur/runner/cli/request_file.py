@@ -208,7 +208,7 @@ class RequestFile:
 
 
 def _read_line(file: BinaryIO | IO[bytes]) -> bytes:
-    """Read a line. Of a line that is too long only the first bytes are kept, but too many to be accepted."""
+    """Read a line. Of a line that is too long, only the first bytes are kept, enough to reject the line later."""
     raw = rest = file.readline(_MAX_LINE_BYTES + 2)
     while rest and not rest.endswith(b"\n"):
         rest = file.readline(_MAX_LINE_BYTES)

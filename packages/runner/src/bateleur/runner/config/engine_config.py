@@ -53,7 +53,7 @@ def _device(name: str, value: Any) -> str:
 
 
 def _drafter(name: str, value: Any) -> Any:
-    """Check for a drafter, or a `DraftHead`. The speculator of a `DraftHead` becomes a drafter once caches exist."""
+    """Check for a drafter, or for a `DraftHead`, which makes its drafter once caches exist."""
     parts = ("admit", "needs", "num_speculative_tokens", "propose")
     whole = all(hasattr(value, part) for part in parts) and callable(value.admit) and callable(value.propose)
     if isinstance(value, type) or not (whole or hasattr(value, "speculator")):

@@ -23,7 +23,7 @@ def choose_backend(
 ) -> AttentionBackend:
     """Return the backend with this name, or for "auto" the first one that supports the model's widest heads and sinks.
 
-    kv_dtype: of the KV cache; None: `dtype`.
+    kv_dtype: dtype of the KV cache; None: `dtype`.
 
     Raises ValueError for an unknown name, or with the reason if the backend can't be used.
     """
@@ -89,7 +89,7 @@ def _reason_against_fla(spec: ModelSpec, dtype: torch.dtype, device: torch.devic
 
 
 def describe_scan(wanted: PromptScan | str, spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> str | None:
-    """Return what scans prompts of delta rules and why, for `bateleur info`; None without delta rules.
+    """Return which kernels scan prompts of delta rules, and why, for `bateleur info`; None without delta rules.
 
     Raises ValueError as `choose_scan`.
     """

@@ -43,7 +43,7 @@ from bateleur.runner.utils.device import resolve_device
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """What the files of a checkpoint say."""
+    """Facts about a model that the files of its checkpoint contain."""
 
     architecture: str
     stored_dtype: str
@@ -73,7 +73,7 @@ class StateFacts:
 
     @classmethod
     def of(cls, costs: CacheCosts, hits: CacheCosts) -> StateFacts:
-        """From the costs of the caches, and those with prefix caching on."""
+        """Return the memory of states. costs: costs of the caches. hits: costs with prefix caching on."""
         return cls(
             mamba_state_bytes_per_request=costs.state_bytes_per_request,
             mamba_pages_per_request=costs.pages_per_request,
@@ -154,7 +154,7 @@ class CheckpointFacts:
         return found
 
     def table(self) -> str:
-        """Format for a terminal."""
+        """Return the facts as a table for a terminal."""
         tied = "tied" if self.model.tied_embeddings else "separate"
         experts = self.active_bytes < self.weight_bytes
 

@@ -125,7 +125,7 @@ def _product(weight: WeightSize, num_inputs: float, share: float) -> StepPart:
 
 
 def _keys(layer: AttentionLayer, dtype: torch.dtype, batch: int, context: int, tokens: int) -> StepPart:
-    """Return the costs of keys and values: reads of all of every request, and writes of those of new tokens."""
+    """Return the costs of keys and values: reads for all tokens of every request, and writes for new tokens."""
     seen = context if layer.sliding_window is None else min(context, layer.sliding_window)
     each = 2 * layer.num_kv_heads * layer.head_dim * dtype.itemsize
     flops = 4.0 * batch * tokens * (seen + tokens) * layer.num_heads * layer.head_dim
@@ -149,7 +149,7 @@ def default_cache_costs(
 ) -> CacheCosts:
     """The caches of an engine with default options, apart from `kv_cache_dtype`.
 
-    longest: tokens of a request. device: its type, "cpu" or "cuda".
+    longest: maximum tokens of a request. device: device type, "cpu" or "cuda".
     """
     config = EngineConfig.of()
     states = StateOptions.of(config.cache, drafts, torch.device(device))

@@ -115,17 +115,17 @@ class RankHeartbeat(Thread):
         self.start()
 
     def begin(self, limit: float) -> None:
-        """A message has arrived that may take `limit` seconds."""
+        """Record that a message has arrived whose processing may take `limit` seconds."""
         self._limit = limit
         self._num_messages += 1
         self._since = time.monotonic()
 
     def end(self) -> None:
-        """The message is processed."""
+        """Record that the message is processed."""
         self._since = None
 
     def leave(self) -> None:
-        """The first rank sends no more messages; this process goes on or exits by itself."""
+        """Record that the first rank sends no more messages; this process goes on or exits by itself."""
         self._left.set()
 
     def started(self) -> None:
@@ -149,7 +149,7 @@ class RankHeartbeat(Thread):
             self._status.send(message)
 
     def run(self) -> None:
-        """Answer until the first rank is gone."""
+        """Answer status requests until the first rank is gone."""
         try:
             while True:
                 if self._status.poll(1.0):

@@ -51,7 +51,7 @@ class ExpertParallel:
 
 
 class DataParallelSync:
-    """Chooses one graph for all ranks, or the number of rows that each rank sends to the experts. One collective.
+    """Chooses one graph for all ranks, or the number of rows that each rank sends to the experts, by one collective.
 
     A `bateleur.cudagraph.DispatchCoordinator`. The host waits for the other hosts, because its padding depends on their
     batches.
@@ -74,5 +74,5 @@ class DataParallelSync:
         return agreed
 
     def dispatch(self, batch: UnpaddedBatch | None) -> JointDispatch:
-        """The joint decision for a rank with this batch; None for a rank without work."""
+        """Return the dispatch decision of all ranks. batch: this rank's batch; None for a rank without work."""
         return self.coordinate(RankStep(batch))

@@ -76,7 +76,10 @@ def is_follower() -> bool:
 
 @dataclass(frozen=True, slots=True)
 class TorchrunRendezvous:
-    """How the ranks of one engine find each other: each engine has its own prefix in the store, in script order."""
+    """Lets the ranks of one engine find each other in torchrun's store.
+
+    Each engine of a script has its own key prefix, numbered in the order in which the script makes the engines.
+    """
 
     store: Any
     ranks: Ranks

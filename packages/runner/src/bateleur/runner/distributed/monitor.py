@@ -220,10 +220,10 @@ class Failure(NamedTuple):
 
 
 def find_failure(signs: Mapping[int, Sign], seconds: float) -> Failure:
-    """Return the most likely first failure.
+    """Return the most likely first failure. signs: last message or state of each other rank.
 
-    In this order: a rank raised an error of its own, exited, does not reply, lags behind the others, or is in other
-    code than they are. seconds: time since the current message was sent.
+    From most to least likely: a rank raised an error of its own, exited, does not reply, lags behind the others, or is
+    in other code than they are. seconds: time since the current message was sent.
     """
     found = min((_weigh(sign, rank, signs, seconds) for rank, sign in signs.items()), key=lambda each: each[0])
     return found[1]

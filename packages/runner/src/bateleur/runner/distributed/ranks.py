@@ -50,7 +50,7 @@ class Ranks:
     def even(self, name: str, count: int) -> Range:
         """Return the range of `count` items that this rank has, in equal parts.
 
-        Raises ValueError if the number of ranks does not divide `count`. name: of the items, for the message.
+        Raises ValueError if the number of ranks does not divide `count`. name: name of the items, for the message.
         """
         if count % self.size:
             raise ValueError(
@@ -60,7 +60,7 @@ class Ranks:
         return self.rank * share, (self.rank + 1) * share
 
     def shared(self, name: str, count: int) -> Range:
-        """Return the range as `even`. With fewer items than ranks, each rank has one item, shared with other ranks."""
+        """Return this rank's range as `even`. With fewer items than ranks, each has one, shared with other ranks."""
         if count >= self.size:
             return self.even(name, count)
         if self.size % count:

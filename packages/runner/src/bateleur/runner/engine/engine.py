@@ -42,7 +42,7 @@ class Engine:
     def __init__(self, setup: EngineSetup) -> None:
         """Allocate buffers and caches for `setup.limits` on the device of the model, and capture graphs.
 
-        Raises ValueError for a drafter with another number of tokens, or one that samples for another rule.
+        Raises ValueError unless the drafter has the configured number of draft tokens and acceptance rule.
         """
         self.setup, self.model, self.limits = setup, setup.model, setup.limits
         self.device = self.model.device
@@ -176,7 +176,10 @@ class Engine:
         registry.consistent = True
 
     def _launch(self, marks: StepMarks) -> StepInFlight | None:
-        """Give the next step to the device, which may still run the step before; None if there is nothing to run."""
+        """Give the next step to the device, which may still run the step before; None if there is nothing to run.
+
+        marks: gets the times of the parts of a step.
+        """
         batch = self._schedule()
         if batch is None:
             return None
@@ -238,8 +241,8 @@ class Engine:
         return admitted
 
     def _collect(self, marks: StepMarks) -> None:
-        """Wait for the oldest step in flight, append its tokens and publish its blocks. Its requests are reported after
-        the next launch.
+        """Wait for the oldest step in flight, append its tokens, and add its blocks to the prefix cache. Its requests
+        are reported after the next launch.
 
         Rows that a request has given back since the launch are skipped, because another request may have them now.
         """
@@ -282,7 +285,10 @@ class Engine:
     def _appending(
         self, batch: StepBatch, present: NDArray[np.bool_] | None
     ) -> tuple[Sequence[Request], NDArray[np.int32]]:
-        """See `StepInFlight.appending`. present: (S,) rows that their requests still have; None for all."""
+        """Return the value of `StepInFlight.appending`: requests that get tokens, and their lengths before.
+
+        present: (S,) whether a request still has its table row; None for all.
+        """
         requests, rows = batch.sampled
         if present is None:
             return requests, self.table.num_known[rows]

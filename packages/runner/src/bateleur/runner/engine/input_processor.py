@@ -209,7 +209,7 @@ class InputProcessor:
     def _matchers(
         self, params: SamplingParams, stop_token_ids: frozenset[int], *, tried: bool = False
     ) -> list[Matcher | None]:
-        """Return one grammar matcher for each continuation; None without a grammar."""
+        """Return one grammar matcher for each continuation; None without a grammar. tried: see `Grammars.matcher`."""
         asked = params.structured_outputs
         if not isinstance(asked, StructuredOutputsParams):
             return [None] * params.n

@@ -42,8 +42,9 @@ class LogprobsProcessor:
         tokens_SJ: NDArray[np.int64],
         taken: NDArray[np.int64],
     ) -> None:
-        """Append the values of the first `taken` (S,) tokens of each row. first: (S,) index of its first token in
-        `logprobs`, the fields of `Logprobs`.
+        """Append the log probabilities of the first `taken` (S,) of the emitted tokens (S, J) to each request.
+
+        logprobs: fields of `Logprobs`. first: (S,) index in them of each request's first token.
         """
         lists = _LogprobLists(*(each.tolist() for each in logprobs))
         for i, request in enumerate(requests):
@@ -74,7 +75,10 @@ class LogprobsProcessor:
     def _entry(
         self, lists: _LogprobLists, at: int, token: int, num_top: int, before: Sequence[int], detokenize: bool
     ) -> dict[int, Logprob]:
-        """The entry of one position: its token and the most likely ones. before: the tokens before it."""
+        """Return log probabilities at index `at` of `lists`: of `token`, and of the `num_top` most likely tokens.
+
+        before: the tokens before it, because the text of a token depends on them.
+        """
 
         def logprob(token: int, value: float, rank: int) -> Logprob:
             if not detokenize:

@@ -25,7 +25,7 @@ class AddRequests:
 
 @dataclass(frozen=True, slots=True)
 class AddAdmittedRequests:
-    """Message: queue requests, in the form of `AddRequests` that is sent to other ranks."""
+    """Message: queue requests that the first rank has admitted. Other ranks get it in place of `AddRequests`."""
 
     requests: tuple[AdmittedRequest, ...]
 

@@ -108,7 +108,10 @@ class OutputProcessor:
         bad: NDArray[np.int64],
         present: NDArray[np.bool_] | None,
     ) -> list[int]:
-        """Return the requests (indices into S) that may keep fewer tokens than were emitted, or have other work."""
+        """Return the requests (indices into S) that may end, drop tokens, stream, or need text or grammar.
+
+        bad: nonzero if no token could be sampled. present: (S,) whether a request still has its row; None for all.
+        """
         table = self._table
         special = table.num_known[rows] + num_emitted >= table.check_from[rows]
         special |= self._stops[1][tokens_SJ].any(1) | (bad > 0)
@@ -126,7 +129,10 @@ class OutputProcessor:
         return count
 
     def _apply(self, request: Request, tokens: Sequence[int], num_drafts: int) -> int:
-        """Append tokens until one ends the request or is -1; returns how many. The first `num_drafts` were drafts."""
+        """Append tokens before the first -1, up to and including one that ends the request. Return the number appended.
+
+        The first `num_drafts` tokens were drafts.
+        """
         count, output = 0, request.output_token_ids
         for token in tokens:
             if token < 0:
@@ -235,7 +241,7 @@ class RequestClock:
         num_taken: NDArray[np.int64],
         present: NDArray[np.bool_] | None,
     ) -> None:
-        """Record that S requests got `num_taken` (S,) tokens. present: (S,) rows they still have; None for all."""
+        """Record that S requests got `num_taken` (S,) tokens. present: (S,) whether each has its row; None: all."""
         now, took = perf_counter(), num_taken > 0
         then = self._table.last_token_time[rows]
         if present is not None:
@@ -252,7 +258,7 @@ class RequestClock:
         self._table.last_token_time[rows[took if present is None else took & present]] = now
 
     def ended(self, request: Request) -> None:
-        """Record the end of a request. Without a token, only its reason and lengths count."""
+        """Record the end of a request. If it got no token, only its finish reason and lengths are recorded."""
         histograms, times = self._stats.histograms, request.times
         self._stats.finished[request.finish_reason or "abort"] += 1
         histograms.request_prompt_tokens.observe(len(request.prompt_token_ids))

@@ -40,7 +40,7 @@ class RequestRegistry:
     ) -> None:
         """
         Args:
-            scheduler, outputs, stats: of the engine.
+            scheduler, outputs, stats: parts of the engine.
             reset: resets all other state that an interrupted step may have left half written.
             adapters: LoRA adapters that requests may use.
         """
@@ -192,7 +192,7 @@ class RequestRegistry:
         return output
 
     def take_unclaimed(self) -> list[RequestOutput]:
-        """Return all outputs of requests that no caller waits for by id."""
+        """Return all queued outputs, except of requests whose caller fetches them by `take` (ids in `claimed`)."""
         names = [name for name in self._undelivered if name not in self.claimed]
         if len(names) <= 1:
             return [self._take_one(name) for name in names]
@@ -209,7 +209,7 @@ class RequestRegistry:
 
     @property
     def has_unfinished(self) -> bool:
-        """Whether there are live requests, or outputs that no caller waits for by id."""
+        """Whether a request is waiting or running, or `take_unclaimed` has an output to return."""
         return not self.requests.keys() <= self.abandoned or not self._undelivered.keys() <= self.claimed
 
     # --- recovery -----------------------------------------------------------------------------------------
@@ -265,5 +265,5 @@ class RequestRegistry:
 
 
 def _has_slot(group: RequestGroup) -> bool:
-    """Whether the LoRA adapter of a request has a slot, which all its members know."""
+    """Whether the request and all its continuations have the slot of their LoRA adapter."""
     return all(each.adapter_slot > 0 for each in group.members)

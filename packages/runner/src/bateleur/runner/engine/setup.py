@@ -292,7 +292,7 @@ def policy_of(config: SpeculativeConfig, rule: Rule) -> DraftPolicy:
 def _host_sizes(cache: CacheConfig, plan: CachePlan, ranks: Ranks) -> HostSizes | None:
     """Return the host memory sizes of this rank; None without offloading.
 
-    Raises ValueError for more memory than is free, or too little.
+    Raises ValueError if more memory is requested than is free, or too little for one block and one state.
     """
     wanted = cache.kv_offload_bytes
     if not wanted or not plan.share_prefixes:

@@ -42,7 +42,7 @@ def read_adapter(
 ) -> dict[str, LowRank]:
     """Return the matrices of each adapted projection, by the name of its weight: `layers.0.qkv_proj`.
 
-    If a projection holds several modules (q, k and v), each has its own lanes.
+    If a projection holds several modules (q, k and v), each has its own rows of A and columns of B.
 
     Args:
         folder: holds the two files of PEFT.

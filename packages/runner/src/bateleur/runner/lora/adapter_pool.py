@@ -27,7 +27,7 @@ class AdapterPool:
             model: the base model, or the part of it that this rank has.
             names: tensor names of the model's checkpoint, see `Checkpoint.names`.
             num_slots: maximum number of adapters on the device, `max_loras`.
-            max_rank: `max_lora_rank`. A projection has that many low-rank lanes for each of its modules (q, k and v).
+            max_rank: `max_lora_rank`. A projection has this rank for each of its modules (q, k and v).
             max_num_tokens: number of tokens of the largest step, with padding.
         """
         self.num_slots, self.max_rank = num_slots, max_rank

@@ -54,7 +54,7 @@ def default_capture_sizes(max_num_tokens: int, decode_tokens: int = 0) -> tuple[
 def query_lens_of(policy: DraftPolicy, num_drafts: int) -> tuple[int, ...]:
     """Return the query lengths of decode steps to capture: 1, and 1 + each number of drafts.
 
-    These are `num_drafts`, and the numbers that `policy` can choose for all requests.
+    The numbers of drafts are `num_drafts`, and every number that `policy` may give to all requests of a batch.
     """
     often = policy.numbers(num_drafts) if isinstance(policy, UniformPolicy) else ()
     return tuple(sorted({1, 1 + num_drafts, *(1 + n for n in often)}))

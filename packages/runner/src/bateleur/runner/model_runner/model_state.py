@@ -179,10 +179,10 @@ class ModelState:
         batch_id: object = None,
         adapter_slots: NDArray[np.int32] | None = None,
     ) -> StagedBatch[StepContext]:
-        """Build the metadata of each group, for a batch that was staged for `key`. Replays accept only the latest one.
+        """Build the metadata of each KV cache group, for a batch staged for `key`. Replays accept only the latest one.
 
-        batch_id: of the staged rows, see `StepRows`; None for rows that do not repeat. adapter_slots: slots of the
-            LoRA adapters of its tokens without padding; None for no adapter.
+        batch_id: identity of the staged rows, see `StepRows`; None for rows that do not repeat. adapter_slots: slots of
+            the LoRA adapters of its tokens without padding; None for no adapter.
         """
         if self._checks >= ReplayChecks.PARANOID:
             level: Literal["host", "device"] = "device" if self._device.type == "cpu" else "host"

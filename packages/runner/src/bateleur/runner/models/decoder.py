@@ -53,8 +53,8 @@ class HybridDecoder:
     only describes its weights.
 
     spec: layers and sizes of the model.
-    dtype: of weights, activations and logits (before conversion to float32). Parameters of recurrences and routers are
-    float32 in any case.
+    dtype: dtype of weights, activations and logits (before conversion to float32). Parameters of recurrences and
+    routers are float32 in any case.
     device: device of the weights.
     ranks: tensor-parallel ranks, see `shard_model`; `self.spec` is this rank's part.
     data_ranks: data-parallel ranks that share experts, see `shard_experts`; not together with `ranks`.
@@ -118,7 +118,7 @@ class HybridDecoder:
 
     @property
     def several(self) -> str:
-        """For messages: the option that sets the number of `peers`, and its value."""
+        """The option that sets the number of `peers`, and its value, as text for messages."""
         kind = "tensor" if self.exchange is None else "data"
         return f"{kind}_parallel_size is {self.peers.size}"
 
@@ -135,9 +135,6 @@ class HybridDecoder:
         like: tensor (any, M); the layers get its width, dtype and device. ropes: rotary embeddings, in the order of
         `LayerStep.rotary`. params: tensors for the parameters of each recurrence, in the order of its layers.
         exchange: exchanges tokens with ranks that have other experts, see `Experts`.
-        (`layers.3.1.in_proj`). `lm_head` is missing if it is the embedding. => The layer number counts residual
-        branches in the order of `spec.layers`. Parts of a parallel layer have a second number (`layers.3.1.in_proj`).
-        `lm_head` is missing if the embedding is the output projection.
         """
         num_attention, num_recurrent = count(), count()
 

@@ -17,7 +17,7 @@ class Delta(Recurrent):
     """Gated delta net or Kimi delta attention between an input and an output projection.
 
     The input projection computes q k v | gate | b | a. Then follow the mixer, the norm of every head and the gate. With
-    a rank R, gate and a are low-rank: R lanes each, projected a second time.
+    a rank R, gate and a are low-rank: R numbers each, projected a second time.
     """
 
     def __init__(self, spec: DeltaLayer, like: Tensor, index: int, params: tuple[Tensor, ...]) -> None:

@@ -1,7 +1,7 @@
 """Multi-head latent attention (MLA). The KV cache holds the keys and values of every head, not the latent.
 
-Shapes: T tokens of all requests, M hidden size, H heads, N key lanes of one head, S key lanes shared by all heads, V
-value lanes, R rank of the latent, D lanes in the cache: max(N + S, V).
+Shapes: T tokens of all requests, M hidden size, H heads, N own and S shared key elements of a head, V
+value elements of a head, R rank of the latent, D head size in the cache: max(N + S, V).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class LatentAttention(CachedAttention):
     """Multi-head latent attention (MLA) between an input and an output projection.
 
     The input projection computes q | latent | shared key. The latent is normalised and projected to keys and values.
-    The cache holds keys and values of every head, padded with zeros to D lanes, not the latent.
+    The cache holds keys and values of every head, padded with zeros to one head size, not the latent.
     """
 
     def __init__(self, spec: LatentLayer, like: Tensor, index: int) -> None:
@@ -52,7 +52,7 @@ class LatentAttention(CachedAttention):
 
 
 def _padded(heads_TH: Tensor, head_dim: int) -> Tensor:
-    """Return heads, with their lanes padded with zeros to (T, H, D)."""
+    """Return the heads (T, H, size) padded with zeros to (T, H, head_dim)."""
     missing = head_dim - heads_TH.shape[-1]
     return F.pad(heads_TH, (0, missing)) if missing else heads_TH
 
@@ -66,8 +66,8 @@ def _fake_heads(made: Tensor, shared: Tensor, heads: int, key_dim: int, head_dim
 def join_heads(made: Tensor, shared: Tensor, heads: int, key_dim: int, head_dim: int) -> tuple[Tensor, Tensor]:
     """Return keys and values (T, H, D) for the KV cache.
 
-    made (T, H * (N + V)): projection of the latent; each head has N key lanes, then V value lanes. shared (T, S): key
-    lanes that all heads share. A key is its N own lanes, the S shared lanes, and zeros up to D.
+    made (T, H * (N + V)): projection of the latent; each head has N key elements (`key_dim`), then V of its value.
+    shared (T, S): key elements that all heads share. A key has N own elements, S shared ones, and zeros up to D.
     """
     made_TH = made.view(len(made), heads, made.shape[1] // heads)
     shared_TH = shared.unsqueeze(1).expand(-1, heads, -1)

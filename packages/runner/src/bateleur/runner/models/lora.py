@@ -1,7 +1,7 @@
 """LoRA adapters of projections. Each token has its own adapter, or none.
 
-Shapes: T tokens, K columns and N rows of the projection, A adapter slots, R low-rank lanes of a slot (all modules of
-the projection).
+Shapes: T tokens, K columns and N rows of the projection, A adapter slots, R rank of a slot's matrices (summed over the
+modules of the projection).
 """
 
 from __future__ import annotations

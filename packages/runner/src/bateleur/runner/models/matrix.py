@@ -218,7 +218,7 @@ class Rows:
         return self.matrix.dequantize().to(dtype)
 
     def packed(self, dtype: torch.dtype, recorded: bool) -> Rows:
-        """Return the rows packed for C kernels that multiply tokens of `dtype`; unchanged if there is none."""
+        """Return the rows packed for C kernels that multiply tokens of `dtype`; unchanged without such a kernel."""
         if isinstance(self.matrix, Projection):
             self.matrix.pack(recorded=recorded)
         if not isinstance(self.matrix, QuantizedMatrix):

@@ -99,10 +99,10 @@ class HeadNorm:
 
 
 class WholeNorm:
-    """RMS norms over all query heads of a token and over all its key heads, with one weight per lane of each head."""
+    """RMS norms over all query heads of a token and over all its key heads, with one weight per element."""
 
     def __init__(self, sizes: tuple[int, int], eps: float, like: Tensor) -> None:
-        """sizes: number of lanes of all queries, and of all keys."""
+        """sizes: elements of all query heads of a token, and of all its key heads."""
         self._norms = [RMSNorm(size, eps, like) for size in sizes]
         self.q, self.k = (norm.weight for norm in self._norms)
         self._eps = eps

@@ -1,4 +1,4 @@
-"""RMS norms over lanes that are divided among several ranks. The ranks exchange sums of squares."""
+"""RMS norms over vectors whose elements are divided among several ranks. The ranks exchange sums of squares."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ def gated_norm_over_ranks(
     norm_first: bool,
     ranks: Ranks,
 ) -> Tensor:
-    """Return the gated RMS norm with SiLU of one group of lanes, divided among several ranks with I lanes on each.
+    """Return the gated RMS norm with SiLU of one group of elements, of which each of several ranks has I.
 
-    x_TI, gate_TI: this rank's lanes. weight (I,). of_groups: index of the group, and number of groups. norm_first:
+    x_TI, gate_TI: this rank's elements. weight (I,). of_groups: index of the group, and number of groups. norm_first:
     whether the norm comes before the gate.
     """
     gate, x = F.silu(gate_TI.float()), x_TI.float()
@@ -38,10 +38,10 @@ def gated_norm_over_ranks(
 def qk_norm_over_ranks(
     parts: tuple[Tensor, Tensor], weights: tuple[Tensor, Tensor], lanes: tuple[int, int], eps: float, ranks: Ranks
 ) -> tuple[Tensor, Tensor]:
-    """Return RMS norms over all queries and over all keys of a token. This rank has some of their lanes.
+    """Return RMS norms over all queries and over all keys of a token. This rank has some of their elements.
 
-    parts: queries and keys, (T, lanes of this rank) each; several ranks may have the same key lanes. weights: weights
-    of this rank's lanes. lanes: numbers of query and key lanes of the whole layer.
+    parts: queries and keys, (T, elements of this rank) each; several ranks may have the same keys. weights: weights of
+    this rank's elements. lanes: numbers of query and key elements per token in the whole layer.
     """
     wide = [part.float() for part in parts]
     copies = [ranks.size * part.shape[1] // count for part, count in zip(parts, lanes, strict=True)]

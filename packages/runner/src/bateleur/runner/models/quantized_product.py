@@ -1,4 +1,4 @@
-"""Products with quantised matrices: their operators, and the torch form. On CUDA they are Triton kernels."""
+"""Products with quantised matrices: operators with a form in plain torch, and Triton kernels on CUDA."""
 
 from __future__ import annotations
 

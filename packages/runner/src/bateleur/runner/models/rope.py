@@ -30,7 +30,7 @@ class DynamicRope:
 
 @dataclass(frozen=True, slots=True)
 class RopeSpec:
-    """Rotary position embedding of the first `rotary_dim` lanes of a head, in neox style (halves, not pairs).
+    """Rotary position embedding of the first `rotary_dim` elements of a head, in neox style (halves, not pairs).
 
     `beyond` (LongRoPE or dynamic NTK) makes the frequencies depend on the sequence length, as in transformers. Tokens
     of a prompt use the prompt's length; later tokens use the length up to themselves.
@@ -49,7 +49,7 @@ class RopeSpec:
 
     @property
     def rotary_dim(self) -> int:
-        """Number of rotated lanes of a head."""
+        """Number of rotated elements of a head."""
         return 2 * len(self.inv_freq)
 
 
@@ -112,9 +112,9 @@ class RopeTable:
 
 
 def rotate(x_THD: Tensor, cos_T1R: Tensor, sin_T1R: Tensor) -> Tensor:
-    """Return x (T, heads, D) with the first R lanes of every head rotated, possibly in place.
+    """Return x (T, heads, D) with the first R elements of every head rotated, possibly in place.
 
-    Lane i is paired with lane i + R/2. cos, sin: (T, 1, R), sines with signs.
+    Element i is paired with element i + R/2. cos, sin: (T, 1, R), sines with signs.
     """
     rotary_dim = cos_T1R.shape[-1]
     if rotary_dim == x_THD.shape[-1]:

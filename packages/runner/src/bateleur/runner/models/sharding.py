@@ -1,9 +1,9 @@
-"""Divides a model among ranks: layers with fewer heads and lanes, and parts of weights.
+"""Divides a model among ranks: layers with fewer heads and channels, and parts of weights.
 
 Every branch reads the whole residual stream and returns a part of its output, so each ends with one all-reduce. These
 are divided:
 
-attention heads (KV heads are replicated if there are fewer than ranks), lanes of MLPs and of every expert, heads of
+attention heads (KV heads are replicated if there are fewer than ranks), channels of MLPs and of every expert, heads of
 Mamba-2 with their groups (B and C are replicated if there are fewer groups), value heads of delta rules with their key
 heads, channels of short convolutions, and the vocabulary.
 
@@ -101,12 +101,12 @@ def num_sums(spec: ModelSpec) -> int:
 
 
 def sum_bytes(spec: ModelSpec, itemsize: int) -> int:
-    """Return the bytes per token of all these all-reduces. itemsize: bytes per number of hidden states."""
+    """Return the bytes per token of all all-reduces in a forward pass. itemsize: bytes per number of hidden states."""
     return (1 + len(spec.layers)) * spec.hidden_size * itemsize + sum(4 * each for each in _squares(spec))
 
 
 def _squares(spec: ModelSpec) -> list[int]:
-    """Return the number of sums of squares per token, for each norm over lanes of several ranks."""
+    """Return the number of sums of squares per token, for each norm over elements of several ranks."""
     counts = []
     for part in (part for layer in spec.layers for part in parts_of(layer)):
         if isinstance(part, AttentionLayer) and part.of_heads is not None:
@@ -255,7 +255,7 @@ def _size(own: Range) -> int:
 
 
 def _lanes(own: Range, size: int) -> Range:
-    """Return the range of lanes of these heads, with `size` lanes per head."""
+    """Return the range of elements of the heads `own`, with `size` elements per head."""
     return own[0] * size, own[1] * size
 
 

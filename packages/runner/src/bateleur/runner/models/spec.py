@@ -63,7 +63,7 @@ class AttentionLayer:
 class LatentLayer(AttentionLayer):
     """Attention without positions, with keys and values projected from a latent (MLA).
 
-    In the KV cache, keys and values of every head have `head_dim` lanes: the larger of their sizes.
+    In the KV cache, keys and values of every head have `head_dim` elements: the larger of their sizes.
     """
 
     rank: int
@@ -99,8 +99,8 @@ class MlpLayer:
 class RouterSpec:
     """Chooses a token's experts and their weights, from one logit per expert.
 
-    softmax: choose the experts with the largest logits. sigmoid: choose those with the largest scores, optionally with
-    a correction (`e_score_correction_bias`) added for the choice, and only out of the best groups.
+    softmax: choose the experts with the largest logits. sigmoid: choose the experts with the largest scores, optionally
+    with a correction (`e_score_correction_bias`) added for the choice, and only out of the best groups.
     """
 
     scores: Scores = "softmax"

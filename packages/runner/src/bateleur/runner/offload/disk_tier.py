@@ -74,7 +74,7 @@ class DiskTier:
         stats: OffloadStats,
         ranks: Ranks,
     ) -> None:
-        """blocks, pages: host memory of each kind; None if the model has none.
+        """blocks, pages: host memory of KV blocks and of states; None if the model has none of them.
 
         ranks: ranks that must find the same prefixes.
         """
@@ -104,8 +104,9 @@ class DiskTier:
     def save(self, keys: PrefixKeys, ids: NDArray[np.int32], num_tokens: int, prompt_len: int) -> None:
         """Queue files for the first `num_tokens` tokens of an ended request, as far as memory allows.
 
-        These tokens are in the prefix cache. Without states there are two endings: the end of the request, and the last
-        one from which the same prompt could start again. `ids` must not be written to any more.
+        These tokens are in the prefix cache. Without states, files end at two positions: at the end of the
+        request, and at the last position from which the same prompt could start again. `ids` must not be
+        written to any more.
         """
         chain = Chain(self._cache, keys, ids, num_tokens)
         spans = list(chain.segments())
@@ -187,9 +188,9 @@ class DiskTier:
     # --- reading ------------------------------------------------------------------------------------------
 
     def fetch(self, request: Request, keys: PrefixKeys, ids: NDArray[np.int32], most: int) -> bool:
-        """Start to read files for a request, which then waits until `arrived` returns it.
+        """Start to read files with the first `most` tokens of a request, which then waits until `arrived` returns it.
 
-        Returns whether there are any.
+        Returns whether there are any files.
         """
         if self._ranks.alone and not self._names:
             return False
@@ -280,7 +281,7 @@ class DiskTier:
     # --- both ---------------------------------------------------------------------------------------------
 
     def _on_all_ranks(self, names: list[str]) -> Container[str]:
-        """Return those of these files that all ranks have."""
+        """Return the files of `names` that all ranks have."""
         if self._ranks.alone:
             return self._names
         has = self._ranks.all_have([name in self._names for name in names])
@@ -316,7 +317,7 @@ class DiskTier:
 
     @property
     def _level(self) -> Level:
-        """Host memory of blocks or of states. Both have the same `copies`."""
+        """Host memory of blocks, or of states for a model without blocks."""
         level = self._blocks or self._pages
         assert level is not None
         return level

@@ -48,7 +48,7 @@ class Prefix:
 
 
 def encode_prefix(layout: Layout, prefix: Prefix) -> bytes:
-    """Return the contents of a file."""
+    """Return the bytes of a safetensors file with this prefix."""
     tensors = {_TOKENS: torch.tensor(prefix.token_ids, dtype=torch.int32)}
     if len(prefix.blocks):
         tensors |= _cut(prefix.blocks, layout.block_parts)
@@ -59,7 +59,7 @@ def encode_prefix(layout: Layout, prefix: Prefix) -> bytes:
 
 
 def write_prefix(path: Path, layout: Layout, prefix: Prefix) -> int:
-    """Write a file atomically with `write_whole` and return its size in bytes."""
+    """Write a prefix to a file atomically with `write_whole`; return the size of the file in bytes."""
     return write_whole(path, encode_prefix(layout, prefix))
 
 
@@ -144,7 +144,7 @@ def _compare(path: Path, stored: dict[str, str], layout: Layout) -> None:
 
 
 def _metadata(layout: Layout, prefix: Prefix, tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """Return the metadata of a file; the checksum is of the others and of the tensors."""
+    """Return the metadata of a file, with a checksum of all other metadata and of the tensors."""
     end = prefix.start + len(prefix.token_ids) - layout.ahead
     metadata = {"format": FORMAT, "version": VERSION, "layout": layout.digest}
     metadata |= {f"layout.{name}": value for name, value in layout.fields.items()}

@@ -125,7 +125,7 @@ class PagedCache:
     rows: PagedRows
 
     def add(self, keys: Sequence[Hashable], data: NDArray[np.uint8]) -> bool:
-        """Add those of `keys` that are not cached, with contents (n, num_bytes), which are not written to any more.
+        """Add the uncached `keys` with their contents, rows of `data` (n, num_bytes). Do not write to `data` any more.
 
         Returns False, and adds nothing, if there is not enough room.
         """
@@ -147,7 +147,7 @@ class DeviceCache:
 
     @classmethod
     def of(cls, prefixes: PrefixCache, caches: Caches, draft_kv: Sequence[tuple[Tensor, Tensor]]) -> DeviceCache:
-        """draft_kv: keys and values of a draft head, in the same blocks."""
+        """Return the device cache of an engine. draft_kv: keys and values of a draft head, in the same blocks."""
         blocks = pages = None
         if caches.blocks is not None:
             kv = {f"kv.{i}": pair for i, pair in enumerate(caches.kv)}

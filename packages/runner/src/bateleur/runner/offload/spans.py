@@ -84,7 +84,10 @@ class Chain:
         yield from range(self.length // self.granularity * self.granularity, 0, -self.granularity)
 
     def two_ends(self, prompt_len: int) -> set[int]:
-        """Return the last ending and the last that leaves a prompt token after it, except where a segment ends."""
+        """Return where to end files: at the last possible position, and at the last one before the prompt's last token.
+
+        Positions at which a full segment ends are left out.
+        """
         size = self.granularity
         last = (self.length // size * size, min(prompt_len - 1, self.length) // size * size)
         return {end for end in last if self.base(end) < end}

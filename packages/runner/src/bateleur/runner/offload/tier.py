@@ -57,7 +57,7 @@ class HostTier:
             self.stats.host_hit_tokens += num_tokens
 
     def forget(self, blocks: list[bytes], pages: list[bytes]) -> None:
-        """Remove these keys from host memory and disk."""
+        """Remove KV blocks and states with these keys from host memory and disk."""
         for level, keys in ((self.blocks, blocks), (self.pages, pages)):
             if level is not None:
                 for key in keys:
@@ -66,7 +66,7 @@ class HostTier:
             self.disk.forget(blocks, pages)
 
     def fetch(self, request: Request, keys: PrefixKeys, ids: NDArray[np.int32], most: int) -> bool:
-        """Start to read files for a request, and return whether there are any."""
+        """Start to read files with the first `most` tokens of a request, and return whether there are any."""
         return self.disk is not None and self.disk.fetch(request, keys, ids, most)
 
     def arrived(self) -> list[Request]:
@@ -74,6 +74,6 @@ class HostTier:
         return [] if self.disk is None else self.disk.arrived()
 
     def save(self, keys: PrefixKeys, ids: NDArray[np.int32], num_tokens: int, prompt_len: int) -> None:
-        """Write the prefix of an ended request to disk, if there is a disk tier."""
+        """Write the first `num_tokens` tokens of an ended request to disk, if there is a disk tier."""
         if self.disk is not None:
             self.disk.save(keys, ids, num_tokens, prompt_len)

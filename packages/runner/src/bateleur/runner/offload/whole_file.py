@@ -18,7 +18,7 @@ _numbers = count()
 
 
 def write_whole(path: Path, data: bytes) -> int:
-    """Write a file for its owner only and return its size. Other processes see all of it, or its predecessor.
+    """Write a file that only its owner can read, and return its size.
 
     Other processes see the whole file or the one before. Nothing is flushed to disk: after a power failure the file may
     be empty or incomplete. Raises OSError; a failed write leaves no file.

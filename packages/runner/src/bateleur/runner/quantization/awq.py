@@ -32,7 +32,7 @@ class AwqReader(Reader):
         return any(entry in name for entry in self._ignored for name in names)
 
     def shape(self, module: Module) -> tuple[int, ...]:
-        """See `Reader.shape`."""
+        """Return the shape (N, K) of the weight. Raises ValueError if sizes do not match."""
         columns, width = sides(module, "qweight")
         rows = module["scales"].shape[-1]
         if module["qweight"].dtype != "I32" or width * 8 != rows:

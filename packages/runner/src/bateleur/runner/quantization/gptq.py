@@ -51,7 +51,7 @@ class GptqReader(Reader):
         return bool(self._inside) and not any(name.endswith(self._inside) for name in names)
 
     def shape(self, module: Module) -> tuple[int, ...]:
-        """See `Reader.shape`."""
+        """Return the shape (N, K) of the weight."""
         height, rows = sides(module, "qweight")
         return rows, height * 32 // self._bits(module)
 

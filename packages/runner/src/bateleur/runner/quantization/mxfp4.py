@@ -25,11 +25,11 @@ class Mxfp4Reader(Reader):
         self._ignored = strings(fields, "modules_to_not_convert")
 
     def excludes(self, names: tuple[str, ...]) -> bool:
-        """See `Reader.excludes`."""
+        """Return whether the configuration leaves a module with one of these names unquantised."""
         return any(starts_with(entry, names) for entry in self._ignored)
 
     def shape(self, module: Module) -> tuple[int, ...]:
-        """See `Reader.shape`."""
+        """Return the shape (E, N, K) of the weight. Raises ValueError if sizes do not match."""
         *lead, groups, width = module["blocks"].shape
         if module["blocks"].dtype != "U8" or len(lead) != 2 or width != _GROUP // 2:
             raise module.refuse("blocks", f"MXFP4 needs U8 (experts, rows, groups, {_GROUP // 2})")
@@ -38,11 +38,11 @@ class Mxfp4Reader(Reader):
         return (*lead, groups * _GROUP)
 
     def scheme(self, module: Module) -> Scheme:
-        """See `Reader.scheme`."""
+        """Return the quantisation scheme of the weight."""
         return Scheme(Layout.MX4, _GROUP, torch.uint8)
 
     def load(self, module: Module) -> QuantizedMatrix:
-        """See `Reader.load`."""
+        """Return codes and scales of the weight on the CPU, as views of the file."""
         shape, scales = self.shape(module), module["scales"].mapped()
         if (scales == _NAN).any():
             raise ValueError(f"{module['scales'].name}: holds NaN; the checkpoint is damaged")

@@ -64,7 +64,7 @@ def find_modules(
 
 
 def _names(stem: str, stored: str, spellings: Sequence[tuple[str, str]]) -> tuple[str, ...]:
-    """Return names of a module: in the file, here, and with the prefixes that other tools write."""
+    """Return all names of a module: in the file (`stored`), here (`stem`), and with prefixes that other tools write."""
     own = stored.rpartition(".")[0] if stored.rpartition(".")[2] in _CODES else stored.removesuffix("_blocks")
     found = [own, stem]
     for one, other in (*spellings, ("model.", "backbone."), ("model.", "model.language_model.")):

@@ -107,8 +107,7 @@ class PrefixRouting:
 
     1. Choose the least loaded of the replicas below the limit that have the longest prefix.
     2. If no replica has a prefix, choose the less loaded of two replicas by rendezvous hashing of the shortest prefix.
-    So
-       independent routers send requests with equal beginnings to the same two.
+       So independent routers send requests with equal beginnings to the same two.
     3. If both are above the limit, or the request has no prefixes, choose the least loaded replica, and of several the
        one that has waited longest for a request.
 

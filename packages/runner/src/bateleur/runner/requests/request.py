@@ -27,7 +27,7 @@ class TokenTable(Protocol):
 
 @dataclass(slots=True, eq=False)
 class OutputState:
-    """What a request returns in addition to its tokens: text, log probabilities, and why it stopped."""
+    """Output of a request in addition to its tokens: text, log probabilities, and why it stopped."""
 
     index: int = 0
     """Index of the request in its group."""
@@ -50,7 +50,7 @@ class OutputState:
 
 @dataclass(slots=True, eq=False)
 class PrefixState:
-    """What the prefix cache knows of a request."""
+    """State of a request in the prefix cache."""
 
     root: bytes = b""
     """Start of the chain of keys: the digest of the LoRA adapter."""
@@ -165,15 +165,15 @@ class Request:
         return asked and len(self.output.prompt_logprobs) < len(self.prompt_token_ids)
 
     def enter(self, table: TokenTable, row: int) -> None:
-        """Take a row, which knows all tokens."""
+        """Read tokens from row `row` of the request table from now on. The row must hold all tokens of the request."""
         self.row, self._tokens.table = row, table
 
     def leave(self) -> None:
-        """Copy everything from its row, before it loses the row."""
+        """Copy all tokens from its table row, before it loses the row."""
         self._known.table = None
 
     def rewind(self, num_output_tokens: int) -> None:
-        """Drop the tokens after the first `num_output_tokens`, and the end of the request."""
+        """Drop all output tokens after the first `num_output_tokens`. The request then counts as unfinished."""
         tokens, output = self._known, self.output
         if tokens.table is not None:
             known = len(self.prompt_token_ids) + num_output_tokens

@@ -135,9 +135,10 @@ class RequestTable:
         self.num_blocks[rows] += counts
 
     def num_useful_drafts(self, rows: NDArray[np.int64], longest: int, most: int, *, at_least_one: bool) -> Int32s:
-        """Return the drafts (R,), at most `most`, that the next step can use.
+        """Return the number of drafts (R,), at most `most`, that the next step can use.
 
-        at_least_one: assume that steps in flight emit one token per row each; else all that they may emit.
+        longest: maximum sequence length, drafts included, for which drafts can be proposed.
+        at_least_one: assume that each step in flight emits one token per row; else as many as it can.
         """
         left = np.minimum(self.limit[rows] - 1, longest) - self.num_tokens[rows]
         if at_least_one:

@@ -52,7 +52,10 @@ class GrammarMasks:
         self.has_drafts = True
 
     def cut_drafts(self) -> None:
-        """Keep only those drafts for the next step that the grammars allow."""
+        """Limit the drafts of the next step to those before the first that the grammar forbids.
+
+        Under rules other than COUPLED that draft stays, too, and is then rejected.
+        """
         self._receive()
         table = self._table
         for request, known in self._look(list(self._received)):

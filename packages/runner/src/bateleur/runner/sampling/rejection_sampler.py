@@ -100,7 +100,7 @@ class SamplerRows:
     """
 
     def __init__(self, max_rows: int, width: int, device: torch.device) -> None:
-        """max_rows: M. width: J."""
+        """max_rows: rows of the request table (M). width: maximum tokens that a row emits in a step (J)."""
         self._max_rows, self._device = max_rows, device
         self.next_ids = torch.zeros((1 + max_rows, width), dtype=torch.int64, device=device)
         even = max_rows + max_rows % 2  # each part is aligned to 16 bytes, so that Triton compiles a kernel once
@@ -126,7 +126,7 @@ class SamplerRows:
         num_drafts: NDArray[np.integer],
         values: NDArray[np.float32],
     ) -> None:
-        """Send the rows of a step to the device, in one copy."""
+        """Send the sampling rows of a step to the device, in one copy. See the class for the arguments."""
         staged, count = np.zeros(self._staged.shape, np.int64), len(table_rows)
         staged[0, count:] = self._max_rows
         for line, given in zip(staged, (table_rows, seeds, num_drafts), strict=False):
@@ -140,7 +140,7 @@ class SamplerRows:
         return drafts_RK.where(self._draft_slots < self.num_drafts[:num_rows, None], -1)
 
     def emit(self, tokens: Tensor, num_emitted: Tensor) -> None:
-        """Store what the first R rows emitted: tokens (R, J), and their numbers (R,) int64. The last token of each row
+        """Store the emitted tokens (R, J) of the first R rows, and their numbers (R,) int64. The last token of each row
         is computed next. Can be captured.
         """
         num_rows = len(num_emitted)
@@ -271,8 +271,7 @@ class RejectionSampler:
     ) -> EndedStep:
         """Verify the drafts of the rows that compute their last known token, and sample. `stage` must have been called.
 
-        Returns None without such requests. `stage` must have been called. allowed: (L, ceil(V / 32)) int32 on the
-        device, bits of the tokens that may be sampled, see `forbid_`.
+        allowed: (L, ceil(V / 32)) int32 on the device, bits of the tokens that may be sampled, see `forbid_`.
         """
         index, inputs = batch.index, batch.sampling
         assert inputs is not None
@@ -360,7 +359,7 @@ class RejectionSampler:
         return _pack(emitted, emitted.bad.long(), drafts_NK)
 
     def outcome_of(self, batch: StepBatch, packed: Tensor) -> EndedStep:
-        """The outcome of `record` for the rows of `batch`. On a CPU it is copied out of the memory of the graph."""
+        """Return the outcome of `record` for `batch`, from its result `packed`. On a CPU, copies it from the graph."""
         index, packed_S = batch.index, packed[: len(batch.rows)]
         packed_S = packed_S.clone() if self.device.type == "cpu" else packed_S
         output = SamplerOutput(index.sampled, index.first_S, packed_S, 1 + self.num_drafts)

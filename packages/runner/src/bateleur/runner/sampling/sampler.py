@@ -47,8 +47,8 @@ class Sampler:
     """Holds the sampling parameters of running requests, by row of the request table, and processes logits by them.
     `RejectionSampler` samples tokens from the result.
 
-    max_rows: rows of the table (M). vocab_size: V of the model. device: of the logits. shard: the vocabulary shard of
-        the logits, None for the whole vocabulary; V below is its size, except for `allowed`.
+    max_rows: rows of the table (M). vocab_size: V of the model. device: device of the logits. shard: vocabulary shard
+        of the logits, None for the whole vocabulary; V below is its size, except for `allowed`.
     Token counts for penalties (5 * M * V bytes) are allocated when the first request needs them.
     """
 

@@ -49,7 +49,7 @@ class EndState:
 
 
 class EndSteps:
-    """Stages the ends of dummy and random steps, after a replay of their forward pass."""
+    """Stages the sampling rows of dummy and random steps, after a replay of their forward pass."""
 
     def __init__(self, forward: Forward, sampler: RejectionSampler) -> None:
         self._forward, self._sampler = forward, sampler
@@ -114,13 +114,13 @@ def fuzz_rows(
 
 
 def end_keys(forward: Iterable[BatchExecutionDescriptor]) -> tuple[BatchExecutionDescriptor, ...]:
-    """The graph keys after forward passes with rows of equal length: one for each kind of sampler."""
+    """Return the graph keys for forward graphs with equal query lengths: one for each kind of sampler."""
     uniform = [key for key in forward if key.uniform_query_len]
     return tuple(replace(key, variant=(kind,)) for key in uniform for kind in KINDS)
 
 
 class EndGraphs:
-    """CUDA graphs of the ends of steps whose rows all decode, with equally many draft slots."""
+    """CUDA graphs of sampling, commit of states and lengths, after steps that decode with equally many draft slots."""
 
     def __init__(
         self,
@@ -150,18 +150,18 @@ class EndGraphs:
             warnings.warn(f"no graph of the end for {failure.key}: {failure.reason}", RuntimeWarning, stacklevel=2)
 
     def has(self, key: BatchExecutionDescriptor) -> bool:
-        """Whether the end of a step on `key` of the forward pass, of any kind, can be replayed."""
+        """Whether a graph for a step with forward graph `key` can be replayed, for any kind of sampler."""
         return all(replace(key, variant=(kind,)) in self.manager.ready for kind in KINDS)
 
     def run(self, staged: StagedBatch[StepContext], hidden_TD: Tensor, kind: str) -> Tensor:
-        """End a step whose rows are staged; see `RejectionSampler.record`. Raises ReplayFailed if the graph failed."""
+        """Sample and commit after a forward pass by a graph; returns `SamplerOutput.packed`. Raises ReplayFailed."""
         assert staged.key is not None
         key = replace(staged.key, variant=(kind,))
         state = EndState(staged.state, hidden_TD)
         return self.manager.replay(key, StagedBatch(key, state, staged.generation, staged.signature))
 
     def verify(self, fuzz: int, written: Callable[[StepContext], Mapping[str, Tensor]]) -> VerifyReport:
-        """Check that replays equal eager runs on random steps. written: what a step may have changed in the caches."""
+        """Check that replays equal eager runs on random steps. written: returns the parts of caches that may change."""
 
         def also(state: EndState) -> dict[str, Tensor]:
             rows, count = self._sampler.rows, state.context.batch.num_actual_reqs
@@ -187,7 +187,7 @@ class EndGraphs:
 
 
 class EndReason(StrEnum):
-    """How the end of a step ran: in a graph, or eagerly with the first reason."""
+    """How sampling and commit after a forward pass ran: in a graph, or eagerly with the first reason."""
 
     GRAPH = "graph"
     NO_GRAPHS = "eager: there are no graphs"
@@ -201,7 +201,7 @@ class EndReason(StrEnum):
 class StepEnd:
     """Runs the end of a step: samples tokens, commits recurrent states, and advances sequence lengths.
 
-    by_reason: number of steps by how their end ran.
+    by_reason: number of steps by `EndReason`.
     """
 
     def __init__(self, sampler: RejectionSampler, model_state: ModelState, lengths: RowLengths | None) -> None:
@@ -212,7 +212,7 @@ class StepEnd:
         self.by_reason: Counter[EndReason] = Counter()
 
     def capture(self, forward: Forward, options: GraphOptions) -> None:
-        """Capture graphs for the end of the steps that `forward` has graphs of."""
+        """Capture graphs that sample and commit after the forward passes that `forward` has graphs of."""
         self._poison = options.checks >= ReplayChecks.PARANOID
         self.graphs = EndGraphs(forward, options, self.sampler, self._model_state, self._lengths)
         self.graphs.capture()

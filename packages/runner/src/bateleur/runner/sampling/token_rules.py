@@ -152,9 +152,9 @@ _ANY, _NONE = -2, -1
 
 
 class _Entries(NamedTuple):
-    """Entries of one request with prefixes of one width, on the host.
+    """N logit biases of one request, on the host: a value is added to its token after its prefix was generated.
 
-    tokens, values: (N,). prefixes: (N, P), padded with `_ANY` on the left.
+    tokens, values: (N,). prefixes: (N, P) token ids, padded with `_ANY` on the left.
     """
 
     tokens: NDArray[np.int64]
@@ -163,7 +163,7 @@ class _Entries(NamedTuple):
 
 
 class _Table(NamedTuple):
-    """Entries of all requests with prefixes of one width, on the device. owners: (N,) int64 table rows."""
+    """Logit biases of all requests with prefixes of one width, on the device. owners: (N,) int64 table rows."""
 
     owners: Tensor
     tokens: Tensor
@@ -172,9 +172,10 @@ class _Table(NamedTuple):
 
 
 class Biases:
-    """Entries of the running requests, by row of the request table.
+    """Logit biases and bad words of the running requests, by row of the request table.
 
-    max_rows: rows of the table (M). tokens: first token of the logits, and one after the last. device: of the logits.
+    max_rows: rows of the table (M). tokens: first token of the logits, and one after the last. device: device of
+    the logits.
     """
 
     def __init__(self, max_rows: int, tokens: tuple[int, int], device: torch.device) -> None:
@@ -191,7 +192,7 @@ class Biases:
         """(M, P) the last tokens that each of these rows has generated."""
 
     def admit(self, row: int, bias: Mapping[int, float], words: Sequence[Sequence[int]], output: Sequence[int]) -> bool:
-        """Set the entries of `row`; returns whether there are any, including those of other shards.
+        """Set the biases of table row `row`; returns whether there are any, including those of other shards.
 
         bias: value by token. words: token ids of each bad word. output: generated tokens.
         """
@@ -217,7 +218,7 @@ class Biases:
         self._follows[row] = False
 
     def add_(self, logits: Tensor, rows: NDArray[np.int64], before: Tensor | None) -> None:
-        """Add the entries of `rows` in place; see `Sampler.process` for the arguments.
+        """Add the biases of `rows` to the logits in place; see `Sampler.process` for the arguments.
 
         logits: (L, V), contiguous. The rows of one request are neighbours.
         """
@@ -253,12 +254,14 @@ class Biases:
         self._tails.index_copy_(0, table_rows, tails)
 
     def _own(self, entries: _Entries) -> _Entries:
-        """The entries of this shard, with tokens counted from its first one."""
+        """Return the biases for tokens of this vocabulary shard, with tokens counted from its first one."""
         here = (entries.tokens >= self._first) & (entries.tokens < self._end)
         return _Entries(entries.tokens[here] - self._first, entries.values[here], entries.prefixes[here])
 
     def _matches(self, table: _Table, drafts: Tensor | None) -> Tensor:
-        """(N, J) bool, whether the prefix of each entry was just generated, including (N, J - 1) drafts."""
+        """Return (N, J) bool: whether the prefix of each bias was just generated, before each of (N, J - 1) drafts and
+        after the last.
+        """
         width = table.prefixes.shape[1]
         known = self._tails[:, self._tails.shape[1] - width :].index_select(0, table.owners)
         if drafts is not None:

@@ -104,7 +104,7 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        """Requests without a row."""
+        """Number of requests without a table row."""
         others = len(self.waiting_for_slot) + sum(map(len, self._followers.values()))
         return len(self.waiting) + len(self.fetching) + others
 
@@ -183,8 +183,8 @@ class Scheduler:
     # --- one step -----------------------------------------------------------------------------------------
 
     def schedule(self, *, ahead: bool = False) -> StepBatch | None:
-        """Return the batch of the next step, with its KV blocks allocated; None if nothing can run. The bounds in the
-        table include this step then.
+        """Return the batch of the next step, with its KV blocks allocated; None if nothing can run. The
+        upper bounds of lengths in the table then include this step.
 
         ahead: whether a step is in flight. The table then has upper bounds of its results.
         """

@@ -131,7 +131,7 @@ def anthropic_error(error: AnyHTTPException) -> dict[str, Any]:
 
 
 def add_handlers(app: FastAPI) -> None:
-    """Register handlers that answer every error of the app in the client's form."""
+    """Register handlers that answer every error of the app with a body as in OpenAI's or Anthropic's API."""
 
     async def known(request: Request, error: Exception) -> Response:
         assert isinstance(error, AnyHTTPException)

@@ -91,7 +91,10 @@ class ThinkingBudget:
         return _as_continuations(outputs, f"{reply_id}-0")
 
     async def _begin(self, reply_id: str) -> Reader:
-        """Submit the reasoning, or one token to see whether the model begins it."""
+        """Submit a request that generates the reasoning. Return the reader of its outputs.
+
+        If the prompt has not opened the reasoning, generate one token first, to see whether it is the begin tag.
+        """
         if self.opened:
             return await self._submit_reasoning(self.prompt, reply_id)
         params = replace(self.params, max_tokens=1, min_tokens=min(1, self.params.min_tokens))

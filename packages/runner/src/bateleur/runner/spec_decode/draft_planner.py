@@ -16,7 +16,8 @@ from bateleur.runner.sampling.sampler import Sampler
 class DraftPlanner:
     """Plans the drafts of the next step from `RequestTable.num_proposed`, before the step is scheduled.
 
-    max_drafts: K. max_drafted_len: maximum sequence length, drafts included, up to which the drafter can propose.
+    max_drafts: maximum drafts of a request (K). max_drafted_len: maximum sequence length, drafts included, up to which
+    the drafter can propose.
     graphed: numbers of drafts, equal for all requests, for which steps have CUDA graphs; empty without graphs.
     waits_for_length: whether tokens depend on the number of drafts (rules RATIO and BLOCK).
     """
@@ -60,7 +61,7 @@ class DraftPlanner:
             table.must_wait[open_rows[depends]] = True
 
     def _padded(self, lengths: NDArray[np.int32], room: NDArray[np.int32]) -> NDArray[np.int32]:
-        """Return the draft slots (R,) for `lengths` drafts.
+        """Return the draft slots (R,) for `lengths` drafts. room: maximum slots of each request.
 
         With graphs all requests get as many slots as the graph for the longest one, because batches of different
         lengths would run eagerly (vLLM #35387).

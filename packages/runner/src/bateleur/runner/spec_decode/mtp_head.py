@@ -139,7 +139,7 @@ class MtpHead:
         return final_TM, final_TM if self.spec.recycle == "post_norm" else stream.sum()
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Return the target's logits of the head's hidden states."""
+        """Return the logits of the head's hidden states, computed by the target's output projection."""
         return self._target.logits(hidden)
 
 

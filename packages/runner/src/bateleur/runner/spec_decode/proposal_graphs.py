@@ -109,7 +109,7 @@ class ProposalSteps:
 
 
 def features_of(drafter: Drafter, hidden: Tensor, taps: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Return those outputs of a forward pass that the drafter reads, in its order. taps: residual stream at layers."""
+    """Return the outputs of a forward pass that the drafter reads, in its order. taps: residual stream at layers."""
     return (*taps, hidden) if drafter.needs.hidden else tuple(taps)
 
 
@@ -180,7 +180,7 @@ class ProposalGraphs:
     def verify(self, fuzz: int, written: Callable[[StepContext], Mapping[str, Tensor]]) -> VerifyReport:
         """Check that replays equal eager runs on random steps.
 
-        written: returns the parts of the caches a step may change.
+        written: returns the parts of the caches that a step may change.
         The tolerance is 16 times the usual one, because each draft pass enlarges the rounding of earlier passes. With
         the shipped head, a relative difference of 1e-7 in the features becomes one of 1e-5 in keys after 4 passes.
         """

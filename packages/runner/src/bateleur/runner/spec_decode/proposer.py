@@ -246,7 +246,7 @@ class Proposer:
         return lengths, declined
 
     def _given(self, batch: StepBatch, rows: NDArray[np.int64], greedy: bool) -> tuple[NDArray[np.int32], bool]:
-        """Return what `_next_lengths` returns, for requests `rows` (S,) that sample in this step."""
+        """Return the results of `_next_lengths` for the requests `rows` (S,) that sample in this step."""
         k = self.drafter.num_speculative_tokens
         most = self._table.num_useful_drafts(rows, self._longest, k, at_least_one=True)
         others = batch.num_tokens - batch.num_decode_tokens

@@ -83,7 +83,10 @@ class Matcher:
         return not mask_1W.any()
 
     def allowed_prefix(self, drafts: Sequence[int]) -> int:
-        """Return how many of these drafts may follow in a row. The count stops at an end, and before the first -1."""
+        """Return the number of leading drafts that the grammar allows.
+
+        An end-of-sequence token is the last draft that counts. The first -1 (no draft) and later drafts do not count.
+        """
         known = list(drafts)
         for stop, token in enumerate(known):
             if token < 0 or token in self._no_end:
@@ -99,7 +102,7 @@ class Matcher:
         return int(self._parser.validate_tokens(known))
 
     def check(self, masks_NW: NDArray[np.int32], drafts: Sequence[int]) -> None:
-        """Finish the mask rows that `fill` wrote for this request: one for the next token, and one after each draft."""
+        """Correct the masks that `fill` wrote for this request: one for the next token, and one after each draft."""
         if self._parser.is_error():
             self._fill_one_by_one(masks_NW, drafts)
         if self._no_end:
@@ -123,9 +126,9 @@ class Matcher:
 def fill(
     executor: LLExecutor, wanted: Sequence[tuple[Matcher, int, Sequence[int]]], masks_NW: NDArray[np.int32]
 ) -> None:
-    """Write the mask of each matcher's next token to row `first`, and masks after each of its drafts to the next rows.
+    """Write the token masks of several requests: of the next token, and of the token after each draft.
 
-    wanted: matcher, `first`, and drafts that the matcher allows. Other Python threads run meanwhile.
+    wanted: (matcher, row of its first mask, drafts that its grammar allows). Other Python threads run meanwhile.
     """
     at, size, count = masks_NW.ctypes.data, masks_NW.shape[1] * 4, len(masks_NW)
     alone = [(matcher._parser, first) for matcher, first, drafts in wanted if not drafts]

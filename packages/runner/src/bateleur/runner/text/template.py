@@ -38,7 +38,7 @@ def write_chat(
     names: all other variables, such as `tools`, `add_generation_prompt` and special tokens.
     continue_final_message: end after the text of the last message.
 
-    Raises what the template raises; ValueError if the last message is not in the output.
+    Raises the errors of the template; ValueError if the last message is not in the output.
     """
     plain = [_with_reasoning(_plain({k: v for k, v in each.items() if v is not None})) for each in messages]
     last = _mark_end(plain[-1]) if continue_final_message else ""

@@ -154,13 +154,13 @@ class DataParallelCoordinator:
         return None if name is None else self._undelivered.pop(name)
 
     def take_unclaimed(self) -> list[RequestOutput]:
-        """Return all outputs of requests that no caller waits for by id."""
+        """Return all queued outputs, except of requests whose caller fetches them by `take` (ids in `claimed`)."""
         names = [name for name in self._undelivered if name not in self.claimed]
         return [self._undelivered.pop(name) for name in names]
 
     @property
     def has_unfinished(self) -> bool:
-        """Whether there are live requests, or outputs that no caller waits for by id."""
+        """Whether a request is waiting or running, or `take_unclaimed` has an output to return."""
         return not self._placements.keys() <= self.abandoned or not self._undelivered.keys() <= self.claimed
 
     def metrics(self) -> EngineStats:

@@ -54,9 +54,8 @@ GRACE_SECONDS = 5.0
 class WorkerStart:
     """The first message to another rank.
 
-    port: port of the store in which ranks find each other. num_threads: of all ranks together, on a CPU. step_seconds:
-    time limit of
-        a step.
+    port: port of the store in which ranks find each other. num_threads: number of threads of all
+    ranks together, on a CPU. step_seconds: time limit of a step.
     """
 
     config: EngineConfig
@@ -116,7 +115,7 @@ class Follower:
         return Reply(outputs, stats)
 
     def _group_of(self, admitted: AdmittedRequest) -> RequestGroup:
-        """Return the requests, without text if outputs are dropped."""
+        """Create requests that the first rank has admitted. Without data parallelism they need no text."""
         if self._data_parallel:
             return self._inputs.follow(admitted)
         params = admitted.params

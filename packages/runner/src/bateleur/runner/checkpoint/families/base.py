@@ -86,7 +86,9 @@ def gated_mlp(fields: ConfigFields) -> MlpLayer:
 def read_layers(
     fields: ConfigFields, listed: str, readers: Mapping[str, Callable[[], Layer]], *following: Layer
 ) -> tuple[Layer, ...]:
-    """Return the branches of the kinds of layers in the field `listed`: each kind's, followed by `following`.
+    """Return the branches of all layers: for each entry of the field `listed` its own branch, then `following`.
+
+    readers: functions that make the branch, by kind of layer (value of an entry).
 
     Raises ValueError for an unsupported kind.
     """
@@ -105,7 +107,7 @@ WINDOW_KINDS = ("full_attention", "sliding_attention")
 def read_windows(fields: ConfigFields, attention: AttentionLayer, **windowed: Any) -> tuple[AttentionLayer, ...]:
     """Return one attention layer for each entry of `layer_types`.
 
-    windowed: fields of sliding-window layers that differ.
+    windowed: fields of `AttentionLayer` that differ in sliding-window layers.
     """
     kinds, made = fields.raw("layer_types") or (), {"full_attention": attention}
     if "sliding_attention" in kinds:

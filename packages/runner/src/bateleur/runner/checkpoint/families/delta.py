@@ -39,7 +39,7 @@ _CHUNK = 64
 
 
 def _gated_delta(fields: ConfigFields, norm_eps: float, *, allow_neg_eigval: bool = False) -> DeltaLayer:
-    """Read a gated delta net from the fields `linear_*`. norm_eps: of the output norm."""
+    """Read a gated delta net from the fields `linear_*`. norm_eps: epsilon of the output norm."""
     fields.choice("hidden_act", ("silu",))
     fields.divides("linear_num_key_heads", "linear_num_value_heads")
     state = GatedDelta(
@@ -54,14 +54,14 @@ def _gated_delta(fields: ConfigFields, norm_eps: float, *, allow_neg_eigval: boo
 
 
 def _joined_names(layer: DeltaLayer) -> Names:
-    """Names of Qwen3.5: queries, keys and values in one matrix, one matrix for each other part of the projection."""
+    """Weight names of Qwen3.5: one matrix for queries, keys and values; one for each other part of the projection."""
     sizes = _sizes(layer)
     rows = {"in_proj_qkv": sum(sizes[:3]), "in_proj_z": sizes[3], "in_proj_b": sizes[4], "in_proj_a": sizes[5]}
     return _stacked("in_proj", rows) | _rest("norm", "out_proj") | _CONV
 
 
 def _packed_names(layer: DeltaLayer) -> Names:
-    """Names of Qwen3-Next: key head by key head, with the value heads that it serves."""
+    """Weight names of Qwen3-Next: in its fused matrices, the rows of a key head come before those of the next."""
     sizes, state = _sizes(layer), layer.state
     assert isinstance(state, GatedDelta)
     first, second = sum(sizes[:4]), sum(sizes[4:])
@@ -73,14 +73,14 @@ def _packed_names(layer: DeltaLayer) -> Names:
 
 
 def _split_names(layer: DeltaLayer) -> Names:
-    """Names of OLMo-hybrid: one matrix for each part of the projection, and separate or joined convolutions."""
+    """Weight names of OLMo-hybrid: one matrix for each part of the projection, and separate or joined convolutions."""
     named = ("q_proj", "k_proj", "v_proj", "g_proj", "b_proj", "a_proj")
     names = _stacked("in_proj", dict(zip(named, _sizes(layer), strict=True)))
     return names | _rest("o_norm", "o_proj") | _separate_convolutions(layer)
 
 
 def _factored_names(layer: DeltaLayer) -> Names:
-    """Names of Kimi Linear: one matrix for each part; gate and decay are products of two matrices."""
+    """Weight names of Kimi Linear: one matrix for each part; gate and decay are products of two matrices."""
     state, rank = layer.state, layer.rank
     assert isinstance(state, KimiDelta)
     assert rank is not None
@@ -98,7 +98,7 @@ def _factored_names(layer: DeltaLayer) -> Names:
 
 
 def _separate_convolutions(layer: DeltaLayer) -> Names:
-    """Names of separate convolutions for queries, keys and values, or of one for all."""
+    """Weight names of separate convolutions for queries, keys and values, or of one joined convolution."""
     rows = dict(zip(("q_conv1d", "k_conv1d", "v_conv1d"), _channels(layer), strict=True))
     apart = {name: replace(part, form=Form.CONV) for name, part in _stacked("conv", rows).items()}
     name, joined = next(iter(_CONV.items()))
@@ -118,19 +118,19 @@ def _rest(norm: str, out: str) -> Names:
 
 
 def _channels(layer: DeltaLayer) -> tuple[int, int, int]:
-    """Return the rows of queries, keys and values."""
+    """Return the numbers of rows for queries, keys and values in the projection."""
     (key_heads, value_heads), (key_dim, value_dim) = layer.state.heads, layer.state.lanes
     return key_heads * key_dim, key_heads * key_dim, value_heads * value_dim
 
 
 def _sizes(layer: DeltaLayer) -> tuple[int, ...]:
-    """Return the rows of queries, keys, values, gate, b and a."""
+    """Return the numbers of rows for queries, keys, values, gate, b and a in the projection."""
     channels, heads = _channels(layer), layer.state.heads[1]
     return *channels, channels[2], heads, heads
 
 
 def _stacked(target: str, rows: dict[str, int]) -> Names:
-    """Return parts of one weight, stacked by rows."""
+    """Return the names of matrices that are stacked to the weight `target`. rows: number of rows by name."""
     names, start = {}, 0
     for name, count in rows.items():
         names[f"{name}.weight"] = Part(target, start, count)
@@ -182,7 +182,10 @@ def _qwen_names(delta: Callable[[DeltaLayer], Names], spec: ModelSpec) -> Names:
 
 
 def _mtp_layers(fields: ConfigFields, spec: ModelSpec) -> tuple[tuple[Layer, ...], int]:
-    """Return a layer like the target's last one with attention. Files of Qwen3-Next have no number of layers."""
+    """Return the branches of the head's one layer, which is like the target's last attention layer, and their number.
+
+    Configurations of Qwen3-Next do not have the number of MTP layers.
+    """
     count, dedicated = fields.raw("mtp_num_hidden_layers"), fields.raw("mtp_use_dedicated_embeddings")
     if count not in (None, 1):
         refuse("mtp_num_hidden_layers", count, "1: a head of one layer, which is fed its own output")
@@ -225,7 +228,7 @@ def _olmo_hybrid_names(spec: ModelSpec) -> Names:
 
 
 def _olmo_norms(spec: ModelSpec, names: Names) -> Iterator[tuple[str, Part]]:
-    """Yield the names of norms in files and in transformers (some layers only in files)."""
+    """Yield all weight names, with those of norms as in the files, and as in transformers where that differs."""
     before = {
         "input_layernorm": ("attention_layer_norm", "input_layernorm"),
         "post_attention_layernorm": ("feedforward_layer_norm", "post_attention_layernorm"),

@@ -1,4 +1,4 @@
-"""Activations with and without gates, one launch each. Legend: F lanes of a tile."""
+"""Activations with and without gates, one launch each. Legend: F elements of a tile."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 
@@ -23,9 +23,9 @@ def activation_kernel(
     wide_ptr, out_ptr, wide_token,
     SIZE: tl.constexpr, GATED: tl.constexpr, NAME: tl.constexpr, BLOCK_F: tl.constexpr,
 ):  # fmt: skip
-    """Compute `act(wide)` of a token's lanes, or `act(gate) * up` if GATED, in float32, rounded once.
+    """Compute `act(wide)` of a token, or `act(gate) * up` if GATED, in float32, rounded once.
 
-    Grid (tokens, tiles of lanes). NAME: one of `Activation`. At least 16 blocks a multiprocessor.
+    Grid (tokens, tiles of elements). NAME: one of `Activation`. At least 16 blocks a multiprocessor.
     """
     token = tl.program_id(0).to(tl.int64)
     f = tl.program_id(1) * BLOCK_F + tl.arange(0, BLOCK_F)
@@ -55,9 +55,9 @@ def gate_kernel(
     x_ptr, gate_ptr, out_ptr, x_token, gate_token,
     SIZE: tl.constexpr, SILU: tl.constexpr, BLOCK_F: tl.constexpr,
 ):  # fmt: skip
-    """Compute `x * silu(gate)` of a token's lanes, or `x * sigmoid(gate)` unless SILU, in float32, rounded once.
+    """Compute `x * silu(gate)` of a token, or `x * sigmoid(gate)` unless SILU, in float32, rounded once.
 
-    Grid (tokens, tiles of lanes). At least 16 blocks a multiprocessor.
+    Grid (tokens, tiles of elements). At least 16 blocks a multiprocessor.
     """
     token = tl.program_id(0).to(tl.int64)
     f = tl.program_id(1) * BLOCK_F + tl.arange(0, BLOCK_F)
@@ -72,7 +72,7 @@ def gate_kernel(
 
 @cache
 def tile_options(size: int) -> dict[str, Any]:
-    """Return tile sizes and launch options of both activation kernels for tokens of `size` lanes."""
+    """Return tile sizes and launch options of both activation kernels for outputs (tokens, size)."""
     block = min(_TILE_LANES, triton.next_power_of_2(size))
     return {"BLOCK_F": block, "num_warps": max(1, min(4, block // 256)), "enable_fp_fusion": True}
 

@@ -1,6 +1,6 @@
-"""Joins keys and values of all heads from a latent's projection and shared key lanes (MLA).
+"""Joins keys and values of all heads from a latent's projection and the key part that heads share (MLA).
 
-Each program computes some heads of a token. Legend: H heads of a tile, D lanes of a head in the cache.
+Each program computes some heads of a token. Legend: H heads of a tile, D head size in the cache.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
@@ -27,7 +27,7 @@ def join_kernel(
     HEADS: tl.constexpr, KEY: tl.constexpr, SHARED: tl.constexpr, VALUE: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Write keys and values of some heads: k = own lanes | shared lanes | zeros, v = value lanes | zeros.
+    """Write keys and values of some heads: k = own part | shared part | zeros, v = value | zeros.
 
     Grid (tokens, tiles of heads). At least 16 blocks a multiprocessor.
     """

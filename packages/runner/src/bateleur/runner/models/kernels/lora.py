@@ -1,6 +1,6 @@
-"""LoRA adapters in two launches for each projection: from the token's lanes to the rank (A), and back (B).
+"""LoRA adapters in two launches for each projection: from a token to the low rank (A), and back (B).
 
-Legend: K lanes of a token, R low-rank lanes, N lanes of the result.
+Legend: K columns (input), R low rank, N rows (output) of the projection.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
@@ -26,7 +26,7 @@ def shrink_kernel(
 ):  # fmt: skip
     """Compute `lanes[t] = a[slot] @ x[t]` in float32, for the adapter slot of each token t; nothing for slot 0.
 
-    Grid (tokens, tiles of low-rank lanes). At least 8 blocks a multiprocessor.
+    Grid (tokens, tiles of the low rank). At least 8 blocks a multiprocessor.
     """
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_ptr + token).to(tl.int64)

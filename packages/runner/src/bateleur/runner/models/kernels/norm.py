@@ -1,6 +1,6 @@
 """RMS norms, fused with the sum before or after them. One program normalises one token.
 
-Legend: M lanes of a token, in one tile.
+Legend: M hidden size, in one tile.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
@@ -69,7 +69,7 @@ def add_normed_kernel(
 
 @cache
 def tile_options(size: int) -> dict[str, Any]:
-    """Return tile sizes and launch options of both norm kernels for tokens of `size` lanes."""
+    """Return tile sizes and launch options of both norm kernels for tokens (size,)."""
     block = triton.next_power_of_2(size)
     return {"BLOCK_M": block, "num_warps": max(1, min(16, block // _LANES_A_WARP)), "enable_fp_fusion": True}
 

@@ -231,7 +231,9 @@ def grouped_kernel(
 
 
 def tile_options(num_tokens: int, dtype: torch.dtype, group: int) -> dict[str, Any]:
-    """Tile sizes and launch options: three for a matrix. BLOCK_K is the same in all, since sums follow from it.
+    """Return tile sizes and launch options, one of three sets by number of tokens.
+
+    All sets have the same BLOCK_K, because the rounding of sums depends on it.
 
     group: columns with a common scale; 0 if scales are read for each column.
     """
@@ -255,9 +257,9 @@ def cut(rows: int, columns: int) -> tuple[int, int]:
 
 
 def _constants(scheme: Scheme, columns: int, groups: int) -> dict[str, Any]:
-    """Return the compile-time constants of the kernels.
+    """Return the compile-time constants of `linear_kernel` and `grouped_kernel`.
 
-    GROUP is 0 if scale groups neither fill nor divide blocks of columns.
+    GROUP is 0 unless the size of a scale group is a multiple or a divisor of the kernels' block of columns.
     """
     width, start = (columns, 0) if groups == 1 else (scheme.group, scheme.start)
     one = groups == 1 and not scheme.indexed

@@ -1,6 +1,6 @@
 """Kernels of a mixture of experts: choice of experts, sorting by expert, and the weighted sum.
 
-Legend: G groups, P experts of a group, K experts of a token, S pairs of token and expert, L lanes.
+Legend: G groups, P experts of a group, K experts of a token, S pairs of token and expert, L width of the experts.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
@@ -41,7 +41,7 @@ def _sigmoid(x):
 
 @triton.jit
 def _of_best_groups(key_GP, choice_GP, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, BLOCK_G: tl.constexpr):
-    """Return the keys of experts in the chosen groups, and _NONE for all others.
+    """Return the sort keys of experts in the chosen groups, and the lowest key for all others.
 
     Chosen are the TOP_GROUPS groups with the largest sums of their two best scores.
     """
@@ -139,7 +139,7 @@ def combine_kernel(
 ):  # fmt: skip
     """Compute a tile of a token's weighted sum over its experts, plus the shared expert (times sigmoid of a gate).
 
-    Sums are float32, the best expert first, and rounded once. Grid (tokens, tiles of lanes).
+    Sums are float32, the best expert first, and rounded once. Grid (tokens, tiles of L).
     At least 11 blocks a multiprocessor.
     """
     token, lane = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK_L + tl.arange(0, BLOCK_L)

@@ -25,7 +25,7 @@ _MIDDLE = {Layout.I8: 0, Layout.I4: 8}
 
 @dataclass(frozen=True, slots=True)
 class PackedMatrix:
-    """A quantised matrix (N, K) in the panel layout of the C kernels. Rows after the last are zero."""
+    """A quantised matrix (N, K) in the panel layout of the C kernels. Padding rows are zero."""
 
     scheme: Scheme
     shape: tuple[int, int]

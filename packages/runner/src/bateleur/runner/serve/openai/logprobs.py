@@ -57,7 +57,10 @@ def _top_logprobs(position: Mapping[int, Logprob], token: int, most: int, as_ids
 def chat_logprobs(
     token_ids: Sequence[int], known: Sequence[Mapping[int, Logprob]], most: int, *, as_ids: bool = False
 ) -> dict[str, Any]:
-    """Return `logprobs` of `/v1/chat/completions`."""
+    """Return `logprobs` of `/v1/chat/completions`. known: log probabilities at each of `token_ids`.
+
+    most: number of most likely tokens to report, -1 for all. as_ids: write tokens as token_id:ID.
+    """
 
     def entry(token: int, position: Mapping[int, Logprob]) -> dict[str, Any]:
         return _told(position[token]) | ({"token": _id_name(token)} if as_ids else {})

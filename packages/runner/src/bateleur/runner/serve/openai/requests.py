@@ -42,7 +42,7 @@ class APIRequest:
 
     @property
     def num_top_logprobs(self) -> int | None:
-        """Number of log probabilities to report per position, -1 for all that are known; None for none."""
+        """Number of log probabilities to report per position; -1: those of `logprob_token_ids`; None: none."""
         return -1 if self.params.logprob_token_ids else self.params.logprobs
 
 
@@ -186,7 +186,10 @@ def chat_request(
 
 
 def _names_for_template(own: Mapping[str, Any]) -> dict[str, Any]:
-    """Return more arguments of the template. Templates use one of two names to enable thinking, so both are set."""
+    """Return variables of the chat template from the fields `own` of a body.
+
+    Templates use one of two names to enable thinking, so both are set.
+    """
     names = {"documents": own["documents"]} if "documents" in own else {}
     effort, thinking = own.get("reasoning_effort"), own.get("enable_thinking")
     if effort is not None:
@@ -195,7 +198,10 @@ def _names_for_template(own: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _common(own: Mapping[str, Any], sampling: dict[str, Any], grammar: str = "structured_outputs") -> dict[str, Any]:
-    """Return the fields of `APIRequest`. grammar: the field that sets a grammar, if not `response_format`."""
+    """Return the fields of `APIRequest`, from the body's fields `own` and its sampling parameters.
+
+    grammar: name of the field that sets a grammar, if not `response_format`.
+    """
     if (form := own.get("response_format")) is not None:
         if sampling.get("structured_outputs") is not None:
             refuse("response_format", form, "absent if structured_outputs is given")

@@ -153,7 +153,7 @@ class AnswerParser:
         raise AssertionError("a parser waits for text after the end")
 
     def _content(self) -> Reader[None]:
-        """Parse content and calls. A further end tag of reasoning is dropped; a further begin tag starts it."""
+        """Parse content and calls. A further end tag of reasoning is dropped; a further begin tag starts reasoning."""
         source = self._source
         while True:
             start, tag = self._in_content.first(source)

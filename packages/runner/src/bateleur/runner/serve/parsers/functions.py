@@ -247,7 +247,7 @@ class _Value:
         return not self.holds_call and key not in self._writer.keys and (key in known or not known)
 
     def is_complete(self, text: str) -> bool:
-        """Return whether the value is not a string, and is complete if it ends with this text."""
+        """Return whether this text completes the value; False for strings, which have no end of their own."""
         return not self._is_text and is_complete("".join(self._parts) + text)
 
     def add(self, text: str) -> None:

@@ -283,7 +283,7 @@ def _begins_key(source: Source, at: int, next_key: re.Pattern[str]) -> Reader[bo
 def _string_end(
     source: Source, at: int, quote: str, follows: re.Pattern[str], next_key: re.Pattern[str] = NO_KEY
 ) -> Reader[int]:
-    """Return the position of the closing quote of a string, or the end of the text."""
+    """Return the position of a closing quote with `follows` or `next_key` after it, or the end of the text."""
     while True:
         if found := _IN_STRING[quote].match(source.text, at):
             at = found.end()

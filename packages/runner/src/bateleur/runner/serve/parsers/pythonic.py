@@ -25,7 +25,7 @@ class Pythonic(ToolFormat):
 
     @classmethod
     def call_tags(cls, functions: Sequence[Function], *, once: bool) -> list[Format]:
-        """See `ToolFormat`."""
+        """Build the grammars of calls of these functions; see `ToolFormat.call_tags`."""
         calls = [
             tagged(f"{each.name}(", {"type": "python_arguments", "json_schema": each.schema}, ")") for each in functions
         ]

@@ -35,7 +35,7 @@ _CUSTOM_PARAMETERS = {
 
 
 class _Conversation(BaseModel):
-    """The fields that say what is answered and what is stored."""
+    """Fields of a body that choose the input, the model, and whether to store the response."""
 
     model_config = ConfigDict(extra="allow", strict=True)
 
