@@ -65,7 +65,7 @@ class FoldCycle:
 
     @classmethod
     def of(cls, layout: CacheLayout, accepted: int) -> FoldCycle:
-        """Compute the fold cycle of a layout with `accepted` tokens per step.
+        """Compute how often the tokens of a ring are folded into the saved state, with `accepted` tokens per step.
 
         Raises ValueError for a layout of the policy SLOTS, or if `accepted` is not in [1, 1 + K].
         """

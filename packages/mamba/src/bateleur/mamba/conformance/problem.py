@@ -1,4 +1,4 @@
-"""Random inputs for a recurrence, and the expected results from a function of one token in float64."""
+"""Random inputs for a recurrence, and the expected results, computed token by token in float64."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ class CachePlan:
 
     @property
     def layout(self) -> CacheLayout | None:
-        """Columns and state slots of a request in the Mamba cache; None without recurrent layers."""
+        """Layout of the Mamba cache: columns and state slots of a request. None without recurrent layers."""
         return self.costs.layout
 
     def common(self, ranks: Ranks) -> CachePlan:

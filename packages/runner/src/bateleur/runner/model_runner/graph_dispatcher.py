@@ -150,7 +150,7 @@ class GraphDispatcher:
             self.manager = CudaGraphManager(self.dispatcher, backend, checks=options.checks)
 
     def warm_up(self, drafter: EagleSpeculator | None) -> None:
-        """Run dummy prompts, so that no capture or step has to load a kernel. Does nothing on a CPU without graphs."""
+        """Run dummy prompts, so that captures and steps find their kernels loaded. Not on a CPU without graphs."""
         if self.model.device.type == "cpu" and self.manager is None:
             return
         with torch.inference_mode():

@@ -19,7 +19,8 @@ class DraftPlanner:
     max_drafts: maximum drafts of a request (K). max_drafted_len: maximum sequence length, drafts included, up to which
     the drafter can propose.
     graphed: numbers of drafts, equal for all requests, for which steps have CUDA graphs; empty without graphs.
-    waits_for_length: whether tokens depend on the number of drafts (rules RATIO and BLOCK).
+    waits_for_length: whether the number of drafts must be known before a step, because sampled tokens depend on it, as
+        under the acceptance rules RATIO and BLOCK.
     """
 
     def __init__(

@@ -105,7 +105,7 @@ def text(name: str, value: object) -> str:
 
 
 def folder(name: str, value: object) -> str:
-    """Check for the path of a folder, which need not exist."""
+    """Return the path of a folder, which need not exist. Raises ValueError for another value."""
     path = fspath(value) if isinstance(value, PathLike) else value
     if not isinstance(path, str) or not path:
         refuse(name, value, "the path of a folder")

@@ -89,7 +89,7 @@ class Follower:
         self._inputs = InputProcessor(setup.tokenizer, setup.model.spec, setup.limits, config)
 
     def follow(self, message: WireMessage) -> Reply | None:
-        """Apply a message of the first rank; returns the reply of a data-parallel rank."""
+        """Apply a message of the first rank. Returns the reply if this is a data-parallel rank, else None."""
         registry, outputs = self.engine.registry, list[RequestOutput]()
         match message:
             case RunStep(seconds):

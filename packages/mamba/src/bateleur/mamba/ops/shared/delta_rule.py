@@ -89,9 +89,10 @@ def take(ring: Tensor, at: Tensor, missing: Tensor | None, dtype: torch.dtype) -
 
 
 def decayed_keys(ring_k: Tensor, ring_g: Tensor, at: RingEntries, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the keys of all ring entries, times the decays of later entries, and the decay of the saved state.
+    """Return two factors and a decay.
 
-    The keys are the product of (R, G or H, L, Dk) and (R, H, L, 1). The decay is (R, H, 1, 1 or Dk).
+    The decayed keys of the L ring entries are the product of both factors, (R, G or H, L, Dk) and (R, H, L, 1): each
+    key times the decays of the entries after it. The decay of the saved state is (R, H, 1, 1 or Dk).
     """
     keys, heads = take(ring_k, at.keys, at.missing, dtype), at.values.shape[1]
     factor = of_heads(inverse_length(keys), heads)

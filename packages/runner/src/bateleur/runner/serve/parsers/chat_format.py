@@ -152,7 +152,7 @@ class ChatFormat:
         return PreparedChat(params, phase, self._table, reasoning, kind, tools, max_calls)
 
     def _reasoning_phase(self, prompt: ChatPrompt) -> ReasoningPhase:
-        """Return whether the answer contains reasoning, according to the last tags of the prompt."""
+        """Return the phase in which the answer begins, by the last tags of the prompt."""
         begin, end = self._think_ids.get(Think.BEGIN), self._think_ids.get(Think.END)
         if begin is None or end is None:
             text = prompt["prompt"].rstrip()

@@ -105,7 +105,7 @@ class TagTable:
         return tag in self._by_text
 
     def mark(self, text: str, tags: Sequence[TextTag]) -> str:
-        """Replace known tags in the text by their markers."""
+        """Replace each known tag in the text by the character that stands for it."""
         parts, at = [], 0
         for tag in tags:
             char = self._stand_ins.get(tag.token_id)
@@ -115,5 +115,5 @@ class TagTable:
         return "".join(parts) + text[at:]
 
     def unmark(self, text: str) -> str:
-        """Replace markers by their tags."""
+        """Undo `mark`: replace each character that stands for a tag by the tag, such as `<think>`."""
         return text.translate(self._texts)
