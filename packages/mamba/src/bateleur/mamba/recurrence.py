@@ -38,7 +38,7 @@ class TensorSpec(NamedTuple):
         return math.prod(self.shape) * self.dtype.itemsize
 
     def random(self, shape: Sequence[int], generator: torch.Generator) -> Tensor:
-        """Draw from a normal distribution, float64, on the generator's device. All numbers get the sign `sign`, if any."""
+        """Draw from a normal distribution, float64, on the generator's device. All numbers get the sign `sign`."""
         drawn = torch.empty(tuple(shape), dtype=torch.float64, device=generator.device)
         self.randomize_(drawn, generator)
         return drawn
