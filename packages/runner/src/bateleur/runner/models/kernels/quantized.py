@@ -123,7 +123,11 @@ def product_tile(
     WIDTH: tl.constexpr, START: tl.constexpr, INDEXED: tl.constexpr, DIVIDES: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
-    """Return the product of a tile of W and a tile of tokens, (N, T) float32 sums over the columns [begin, end)."""
+    """Return the product of a tile of W and a tile of tokens, (N, T) float32 sums over the columns [begin, end).
+
+    W is an operand in registers. Adding 0 uses the sum, so that Triton waits for the product before the next tile:
+    Triton 3.6 would overwrite the operand of a product that runs (triton-lang/triton#9433), except in float32.
+    """
     sum_NT = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
     for first in range(begin, end, BLOCK_K):
         k = first + tl.arange(0, BLOCK_K)
@@ -133,6 +137,8 @@ def product_tile(
             LAYOUT, DEPTH, GROUPS, GROUP, WIDTH, START, INDEXED, DIVIDES, BLOCK_N, BLOCK_K,
         )  # fmt: skip
         sum_NT = tl.dot(w_NK.to(x_KT.dtype), x_KT, sum_NT, input_precision="ieee")
+        if x_KT.dtype != tl.float32:
+            sum_NT += 0.0
     return sum_NT
 
 
