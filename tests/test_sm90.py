@@ -121,7 +121,8 @@ def test_spills_and_occupancy_below_the_docstring_are_faults(compiled: Compiled)
 
 SHARED_PRODUCT = "HGMMA.64x16x16.F32.BF16 R24, gdesc[UR48].tnspB, R24, gsb0"
 REGISTER_PRODUCT = "HGMMA.64x16x16.F32.BF16 R24, R64, gdesc[UR48].tnspB, R24, gsb0"
-WAIT = "WARPGROUP.DEPBAR.LE gsb0, 0x0"
+UNENDED_PRODUCT = REGISTER_PRODUCT.removesuffix(", gsb0")
+WAIT, WAIT_BUT_ONE = "WARPGROUP.DEPBAR.LE gsb0, 0x0", "WARPGROUP.DEPBAR.LE gsb0, 0x1"
 
 
 @pytest.mark.parametrize(
@@ -139,7 +140,16 @@ WAIT = "WARPGROUP.DEPBAR.LE gsb0, 0x0"
         (["S2R R0, SR_TID.X", SHARED_PRODUCT, "R2UR UR51, R0", "@P0 BRA 0x10", "EXIT"], "UR51"),
         ([REGISTER_PRODUCT, "LDS.128 R64, [R4]", WAIT, "EXIT"], "R64, R65, R66, R67"),
         ([REGISTER_PRODUCT, "MOV R68, R4", WAIT, "LDS.128 R64, [R4]", "EXIT"], None),
-        ([REGISTER_PRODUCT, "WARPGROUP.DEPBAR.LE gsb0, 0x1", "MOV R67, R4", "EXIT"], "R67"),
+        ([REGISTER_PRODUCT, WAIT_BUT_ONE, "MOV R67, R4", "EXIT"], "R67"),
+        # A wait for all groups but one is for the older product.
+        ([REGISTER_PRODUCT, SHARED_PRODUCT, WAIT_BUT_ONE, "MOV R67, R4", "EXIT"], None),
+        ([SHARED_PRODUCT, REGISTER_PRODUCT, WAIT_BUT_ONE, "MOV R67, R4", "EXIT"], "R67"),
+        ([UNENDED_PRODUCT, SHARED_PRODUCT, WAIT_BUT_ONE, "MOV R67, R4", "EXIT"], "R67"),
+        ([UNENDED_PRODUCT, SHARED_PRODUCT, WAIT, "MOV R67, R4", "EXIT"], None),
+        ([UNENDED_PRODUCT, WAIT, "MOV R67, R4", "EXIT"], "R67"),
+        # In a loop, the product of a round is waited for in the next one: too late as in #9433, and in time.
+        (["MOV R64, R4", REGISTER_PRODUCT, WAIT_BUT_ONE, "@P0 BRA 0x0", "EXIT"], "R64"),
+        ([SHARED_PRODUCT, WAIT_BUT_ONE, "MOV R64, R4", REGISTER_PRODUCT, "@P0 BRA 0x0", "EXIT"], None),
     ],
 )
 def test_wrong_matrix_products_are_faults(code: list[str], fault: str | None) -> None:

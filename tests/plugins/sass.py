@@ -2,8 +2,9 @@
 
 A descriptor in uniform registers names a matrix in shared memory, and must not depend on the thread. ptxas 12.8 (Triton
 3.6) made descriptors from the number of the thread where two matrices of different layouts used one address. An operand
-in registers must stay there until the product is waited for. ptxas before 13.3 can overwrite it
-(triton-lang/triton#9433).
+in registers must stay there until the product is waited for. Triton 3.6 and ptxas before 13.3 can overwrite it
+(triton-lang/triton#9433). Products run in order; ``gsb0`` ends a group, and ``WARPGROUP.DEPBAR.LE gsb0, N`` waits for
+all groups but the newest N.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 _REGISTER = re.compile(r"\b(U?R)(\d+)\b")
+_OLDEST = 8  # age of a group that every wait waits for: N is at most 7
 _NO_RESULT = ("BAR", "BRA", "BSSY", "BSYNC", "EXIT", "FENCE", "LDGSTS", "NOP", "RED", "ST", "STG", "STL", "STS", "STSM")
 _SAME_FOR_ALL_THREADS = ("ATOM", "HGMMA", "HMMA", "LD", "REDUX", "SHFL", "ULDC", "VOTE")
 """Results of these are not numbers of threads: a shuffle makes the number of a warp the same for its threads."""
@@ -75,6 +77,15 @@ class _Instruction(NamedTuple):
         )
         return not (is_number_of_warp and {f"id {one}" for one in self.sources & state} <= state)
 
+    def ends_groups(self, state: set[str]) -> set[str]:
+        """Return the state after the end of a group, or after a wait for groups."""
+        if self.operands[-1] == "gsb0":
+            return {re.sub(r"^in (\d)", lambda age: f"in {min(int(age[1]) + 1, _OLDEST)}", one) for one in state}
+        if self.name == "WARPGROUP.DEPBAR.LE":
+            done = tuple(f"in {age} " for age in range(int(self.operands[-1], 16) + 1, _OLDEST + 1))
+            return {one for one in state if not one.startswith(done)}
+        return state
+
     def next(self, at: int) -> list[int]:
         """Indices of the instructions that may follow; each has 16 bytes."""
         kind = self.name.split(".")[0]
@@ -88,7 +99,8 @@ def faults_of_products(sass: Sequence[str]) -> list[str]:
     """Return a line for each product whose descriptor depends on the thread, or whose operand is overwritten.
 
     The state before each instruction is a set of registers: ``R4`` differs between threads of a warp, ``id R4`` is the
-    thread's number, ``in R4`` is an operand of a product that has not been waited for. Sets of all paths are united.
+    thread's number, ``in 2 R4`` is an operand of a product that has not been waited for, in the second newest group (0:
+    the group has not ended). Sets of all paths are united.
     """
     code = [_Instruction.of(text) for text in sass]
     before: dict[int, frozenset[str]] = {0: frozenset()}
@@ -104,13 +116,11 @@ def faults_of_products(sass: Sequence[str]) -> list[str]:
             matrices = range(first, first + 4)
             if operand:
                 matrices = range(first + 2, first + 4)
-                state |= {f"in R{int(operand[1]) + i}" for i in range(4)}
+                state |= {f"in 0 R{int(operand[1]) + i}" for i in range(4)}
             if wrong := [f"UR{i}" for i in matrices if f"UR{i}" in state]:
                 faults[at] = f"{sass[at].strip()}: the descriptor depends on the thread ({', '.join(wrong)})"
-        elif each.name == "WARPGROUP.DEPBAR.LE" and each.operands[-1] == "0x0":
-            state = {one for one in state if not one.startswith("in ")}
-        results = each.results
-        if wrong := [one for one in results if f"in {one}" in state]:
+        state, results = each.ends_groups(state), each.results
+        if wrong := [one for one in results if any(f"in {age} {one}" in state for age in range(_OLDEST + 1))]:
             faults[at] = f"{sass[at].strip()}: overwrites operands of a product ({', '.join(wrong)})"
         differs = each.differs(state)
         if not each.guarded:
