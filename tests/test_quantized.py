@@ -87,7 +87,7 @@ def test_an_fp8_cache_with_prefixes_and_drafts_in_a_full_pool(
         stats = llm.get_metrics()
         assert stats.num_preemptions
         assert stats.num_draft_tokens
-        assert stats.num_prefix_hits
+        assert stats.prefix_cache.num_hits
 
 
 @pytest.mark.usefixtures("forked_ranks")

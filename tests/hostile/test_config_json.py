@@ -180,7 +180,7 @@ MORE: list[tuple[str, dict[str, Any], str]] = [
         "llama",
         {"quantization_config": {"bits": 4}},
         "quantization_config: quant_method is None; nothing here reads it. Supported are fp8, compressed-tensors, "
-        "modelopt, gptq, awq, auto-round",
+        "modelopt, gptq, awq, auto-round, mxfp4",
     ),
     ("llama", {"quantization_config": 5}, "quantization_config is 5; it must be an object"),
     ("llama", {"quantization_config": []}, "quantization_config is []; it must be an object"),

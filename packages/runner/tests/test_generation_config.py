@@ -46,7 +46,7 @@ def test_what_cannot_be_meant_is_refused_by_file(
 
 def test_the_command_takes_it_unless_told_otherwise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     taken: list[Any] = []
-    monkeypatch.setattr(generate, "_stream", lambda args, params: taken.append(params) or 0)
+    monkeypatch.setattr(generate, "_stream", lambda args, params, adapters: taken.append(params) or 0)
     main(["generate", "x"])
     shipped = recommended_sampling(shipped_model())
     assert shipped
