@@ -56,7 +56,7 @@ def takes_tiles(q: Tensor, k: Tensor, distances: dict[str, int], decays: int, ch
     For two matrix layouts at one address, ptxas 12.8 (Triton 3.6) makes wrong descriptors.
     """
     begins = distances["Q_TOKEN"] | distances["K_TOKEN"] | q.stride(1) | k.stride(1)
-    is_aligned = (begins | q.storage_offset() | k.storage_offset()) % 16 == 0
+    is_aligned = bool((begins | q.storage_offset() | k.storage_offset()) % 16 == 0)
     exact = q.dtype == torch.bfloat16 and decays == 1 and q.shape[2] <= _MOST_KEY_CHANNELS
     return exact and chunk_size > _BLOCK and is_aligned
 
