@@ -246,7 +246,7 @@ def tile_options(num_tokens: int, dtype: torch.dtype, group: int) -> dict[str, A
     full = dtype == torch.float32
     wide = num_tokens > _MANY and not full
     return {
-        "BLOCK_T": 16 if num_tokens <= _FEW else 32 if full else 64,
+        "BLOCK_T": 16 if num_tokens <= _FEW or (full and group == 32) else 32 if full else 64,
         "BLOCK_N": 2 * _ROWS if wide else _ROWS,
         "BLOCK_K": 16 if full and group in (0, 32) else 32 if full or group == 0 else _BLOCK,
         "num_warps": 8 if wide or (full and num_tokens > _FEW) else 4,
