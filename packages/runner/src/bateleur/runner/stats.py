@@ -212,7 +212,8 @@ def _add(into: Any, more: Any) -> None:
         elif isinstance(ours, int | float | np.ndarray):
             setattr(into, name, ours + theirs)
         elif isinstance(ours, dict):
-            ours.update({key: ours.get(key, 0) + value for key, value in theirs.items()})
+            for key, value in theirs.items():
+                ours[key] = ours.get(key, 0) + value
         else:
             _add(ours, theirs)
 
