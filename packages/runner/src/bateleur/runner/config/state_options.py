@@ -45,8 +45,8 @@ class StateOptions:
         """Complete the user's options for a device.
 
         The default policy is SLOTS without drafts: on an H200 its layers were faster for up to 64 requests (by 12 to
-        78 %), and about as fast for 256 (docs/gpu.md). With drafts it is FOLD, which moves fewer bytes and was up to 40 %
-        faster for 64 requests; on a CPU only if prefixes are cached.
+        78 %), and about as fast for 256 (docs/gpu.md). With drafts it is FOLD, which moves fewer bytes and was up to
+        40 % faster for 64 requests; on a CPU only if prefixes are cached.
 
         Raises ValueError for `mamba_retention` in mode NONE.
         """
