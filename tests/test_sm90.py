@@ -24,14 +24,14 @@ pytestmark = pytest.mark.skipif(
 
 @triton.jit
 def add_kernel(x_ptr, y_ptr, size, BLOCK: tl.constexpr):
-    """At least 4 blocks a multiprocessor."""
+    """Occupancy on sm_90: at least 4 blocks per SM."""
     lane = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     tl.store(y_ptr + lane, tl.load(x_ptr + lane, mask=lane < size) + 1.0, mask=lane < size)
 
 
 @triton.jit
 def dead_code_kernel(x_ptr, BLOCK: tl.constexpr):
-    """At least 1 block a multiprocessor. Types code after a branch that returned: indexes a float as a pointer."""
+    """Occupancy on sm_90: at least 1 block per SM. Types code after a return: indexes a float as a pointer."""
     if BLOCK == 16:
         return
     tl.store(tl.load(x_ptr) + tl.arange(0, BLOCK), 0)
@@ -39,7 +39,7 @@ def dead_code_kernel(x_ptr, BLOCK: tl.constexpr):
 
 @triton.jit
 def wide_kernel(x_ptr, y_ptr, SIDE: tl.constexpr):
-    """At least 9 blocks a multiprocessor, it says."""
+    """Occupancy on sm_90: at least 9 blocks per SM, it says."""
     i = tl.arange(0, SIDE)
     at = i[:, None] * SIDE + i[None, :]
     x = tl.load(x_ptr + at)

@@ -321,11 +321,11 @@ def _address(argument: Any) -> Any:
     return _Address(argument) if isinstance(argument, FakeTensor) else argument
 
 
-_STATED = re.compile(r"At least (\d+) blocks? a multiprocessor")
+_STATED = re.compile(r"Occupancy on sm_90: at least (\d+) blocks? per SM")
 
 
 def stated_occupancy(kernel: Kernel) -> int | None:
-    """The occupancy in the kernel's docstring, ``At least N blocks a multiprocessor``; None without it."""
+    """The occupancy in the kernel's docstring, ``Occupancy on sm_90: at least N blocks per SM``; None without it."""
     found = _STATED.search(kernel.fn.__doc__ or "")
     return int(found[1]) if found else None
 
@@ -338,7 +338,7 @@ def faults_of(kernel: Kernel) -> list[str]:
     blocks, limit = kernel.occupancy
     stated = stated_occupancy(kernel)
     if stated is None:
-        faults.append(f"{kernel.name}: its docstring must state its occupancy: 'At least N blocks a multiprocessor'")
+        faults.append(f"{kernel.name}: its docstring must state 'Occupancy on sm_90: at least N blocks per SM'")
     elif blocks < stated:
-        faults.append(f"{kernel}: {blocks} blocks a multiprocessor ({limit}); its docstring states {stated}")
+        faults.append(f"{kernel}: {blocks} blocks per SM ({limit}); its docstring states {stated}")
     return faults

@@ -107,7 +107,7 @@ def bracket_kernel(
     """Estimate each row's brackets and largest logit over the temperature, which is NaN for a row with a NaN. Grid
     (rows).
 
-    At least 1 block a multiprocessor. Also sets the sums above the brackets and the number of candidates to 0.
+    Occupancy on sm_90: at least 1 block per SM. Also sets the sums above brackets and the number of candidates to 0.
     """
     row = tl.program_id(0).to(tl.int64)
     temperature, log_min_p, top_k, top_p, truncates = metadata_of(sampling_ptr, row, size)

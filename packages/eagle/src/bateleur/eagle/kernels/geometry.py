@@ -28,7 +28,7 @@ def first_kernel(
     """Stage the first draft pass from the target's step: ids shifted by one, positions, lengths and slots.
 
     Grid (tiles of the entries of `query_start_loc` or of the tokens of the buffers, whichever are more).
-    At least 16 blocks a multiprocessor.
+    Occupancy on sm_90: at least 16 blocks per SM.
     """
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     owned = tl.load(starts_ptr + num_rows)
@@ -90,7 +90,7 @@ def chain_kernel(
     """Record the drafts of a pass, and stage the next one, with one token per request.
 
     Grid (1), because there is one counter and one number of rows. FIRST: the rows come from the first pass.
-    At least 2 blocks a multiprocessor.
+    Occupancy on sm_90: at least 2 blocks per SM.
     """
     tile = tl.arange(0, BLOCK)
     num_rows, end = tl.load(starts_ptr + max_rows), num_given

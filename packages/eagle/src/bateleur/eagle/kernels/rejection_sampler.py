@@ -84,7 +84,7 @@ def draw_kernel(
     (`least_ptr`, `last_ptr`) are left out. SINGLE: every request has one row, and there are no starts. KIND: kind of
     penalties, see `penalties_of`.
 
-    At least 24 blocks a multiprocessor.
+    Occupancy on sm_90: at least 24 blocks per SM.
     """
     request, place, shard = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row = request + place
@@ -138,7 +138,7 @@ def emit_kernel(
 ):  # fmt: skip
     """Combine the shares of each logit row, compare samples with drafts, and emit up to the first that differs.
 
-    Grid (requests). At least 4 blocks a multiprocessor.
+    Grid (requests). Occupancy on sm_90: at least 4 blocks per SM.
     SINGLE: every request has one row and no draft, and a bad one gets token 0.
     """
     request = tl.program_id(0).to(tl.int64)

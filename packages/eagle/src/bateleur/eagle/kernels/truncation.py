@@ -74,7 +74,7 @@ def stats_kernel(
 ):  # fmt: skip
     """Compute for each tile the largest logit (NaN if any is NaN), and the sum of exp((logit - largest) / temperature).
 
-    Grid (rows, tiles). At least 5 blocks a multiprocessor.
+    Grid (rows, tiles). Occupancy on sm_90: at least 5 blocks per SM.
     """
     row, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
     temperature, _, _, _, truncates = metadata_of(sampling_ptr, row, size)
@@ -99,7 +99,7 @@ def collect_kernel(
 ):  # fmt: skip
     """Append the keys inside of the brackets to the row's list of candidates, and sum number and mass of those above.
 
-    Grid (rows, tiles). At least 7 blocks a multiprocessor.
+    Grid (rows, tiles). Occupancy on sm_90: at least 7 blocks per SM.
     """
     row, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
     temperature, log_min_p, top_k, top_p, _ = metadata_of(sampling_ptr, row, size)
@@ -236,7 +236,7 @@ def threshold_kernel(
 ):  # fmt: skip
     """Find each row's threshold: the smallest kept logit over the temperature, and the last kept id equal to it.
 
-    Grid (rows). At least 2 blocks a multiprocessor. The logit is -inf in a row that keeps all tokens.
+    Grid (rows). Occupancy on sm_90: at least 2 blocks per SM. The logit is -inf in a row that keeps all tokens.
     """
     row = tl.program_id(0).to(tl.int64)
     _, log_min_p, top_k, top_p, truncates = metadata_of(sampling_ptr, row, size)

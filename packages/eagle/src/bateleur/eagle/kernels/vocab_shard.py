@@ -28,7 +28,7 @@ def histogram_kernel(
 ):  # fmt: skip
     """Add the weight of every token (1, or its mass) to the sum of its digit's value, for one digit of the logits.
 
-    Grid (rows, splits). At least 9 blocks a multiprocessor. `out` must be zeros.
+    Grid (rows, splits). Occupancy on sm_90: at least 9 blocks per SM. `out` must be zeros.
     """
     row, shard = tl.program_id(0).to(tl.int64), tl.program_id(1)
     start, stop = tl.load(start_ptr + row), tl.minimum((shard + 1) * share, size)
@@ -49,9 +49,10 @@ def histogram_kernel(
 def last_tie_kernel(
     scaled_ptr, least_ptr, kept_ptr, own_ptr, last_ptr, scaled_row, size, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Find the index of the last kept token equal to the threshold (tie) in each row, -1 for none, the size for all.
+    """Find the index of the last kept token equal to the threshold (a tie) in each row.
 
-    Grid (rows). At least 5 blocks a multiprocessor. A row is read only if some of its ties are kept and others not.
+    The index is -1 if no tie is kept, and the number of columns if all are. Such rows are not read.
+    Grid (rows). Occupancy on sm_90: at least 5 blocks per SM.
     """
     row = tl.program_id(0).to(tl.int64)
     least, kept, own = tl.load(least_ptr + row), tl.load(kept_ptr + row), tl.load(own_ptr + row)

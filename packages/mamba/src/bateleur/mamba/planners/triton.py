@@ -55,7 +55,7 @@ def step_plan_kernel(
 ):  # fmt: skip
     """Compute the state slots that a step under SLOTS (a slot per draft) reads and writes. Grid (tiles of rows).
 
-    At least 16 blocks a multiprocessor.
+    Occupancy on sm_90: at least 16 blocks per SM.
     SIZE: tokens of a block. BOUNDARIES: false in cache mode NONE, which ignores SIZE.
     """
     row_R = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -105,7 +105,7 @@ def copy_plan_kernel(
 ):  # fmt: skip
     """Compute the copies of states to block boundaries after a step under SLOTS (a slot per draft).
 
-    Grid (tiles of rows). At least 16 blocks a multiprocessor. Constants as for `step_plan_kernel`.
+    Grid (tiles of rows). Occupancy on sm_90: at least 16 blocks per SM. Constants as for `step_plan_kernel`.
     """
     row_R = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     owned_R = row_R < num_rows
@@ -155,7 +155,7 @@ def replay_plan_kernel(
 ):  # fmt: skip
     """Compute the saved state, ring and conv window that a step under FOLD starts from. Grid (tiles of rows).
 
-    At least 16 blocks a multiprocessor.
+    Occupancy on sm_90: at least 16 blocks per SM.
     """
     row_R = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     owned_R = row_R < num_rows
@@ -191,7 +191,7 @@ def fold_plan_kernel(
 ):  # fmt: skip
     """Compute which ring entries a step under FOLD adds to saved states. Grid (tiles of rows).
 
-    At least 16 blocks a multiprocessor. MOST_KEPT: maximum number of ring entries before a step.
+    Occupancy on sm_90: at least 16 blocks per SM. MOST_KEPT: maximum number of ring entries before a step.
     """
     row_R = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     owned_R = row_R < num_rows

@@ -45,7 +45,7 @@ def attention_kernel(
 ):  # fmt: skip
     """Compute paged attention of one item, a query tile with one KV split, for one key head. Grid (items, key heads).
 
-    At least 1 block a multiprocessor.
+    Occupancy on sm_90: at least 1 block per SM.
 
     If a tile has one split, the program writes the output (T, Hq, D). Otherwise it writes a normalised partial output
     (M, D) and the base-2 logarithm of the sum of weights (M,), both in float32. Padding items zero the padded tokens.
@@ -109,7 +109,7 @@ def join_kernel(
 ):  # fmt: skip
     """Compute the output of a tile's lines from the partial outputs of its splits, always in the order of the splits.
 
-    Grid (joins, groups of L lines of a tile, key heads). At least 3 blocks a multiprocessor.
+    Grid (joins, groups of L lines of a tile, key heads). Occupancy on sm_90: at least 3 blocks per SM.
     """
     head, num_kv_heads = tl.program_id(2), tl.num_programs(2)
     join_ptr = work_ptr + (first_join + tl.program_id(0)) * 8

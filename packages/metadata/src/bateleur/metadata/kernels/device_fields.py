@@ -36,7 +36,7 @@ def device_fields_kernel(
     """Compute positions, lengths and slot mapping of a batch, and pad them. Grid (tiles of rows or tokens, the larger
     number).
 
-    At least 16 blocks a multiprocessor.
+    Occupancy on sm_90: at least 16 blocks per SM.
 
     STARTS: write query_start_loc. FIELDS: write all fields, else slots only. BLOCK_SIZE: 0 if there are no slots.
     """
@@ -84,7 +84,7 @@ def gather_block_tables_kernel(
 ):
     """Copy block-table rows from the table of all requests to that of the batch. Grid (batch rows, tiles of columns).
 
-    At least 16 blocks a multiprocessor.
+    Occupancy on sm_90: at least 16 blocks per SM.
     """
     place = tl.program_id(0).to(tl.int64)
     source = tl.load(source_ptr + place)
@@ -104,7 +104,7 @@ def write_block_ids_kernel(
     batch_ptr, request_tables_ptr, rows_ptr, cells_ptr, new_ptr, table_row, num_cells, BLOCK: tl.constexpr
 ):
     """Write new block ids to the block tables of the batch and of all requests. Grid (tiles of written cells).
-    At least 16 blocks a multiprocessor.
+    Occupancy on sm_90: at least 16 blocks per SM.
     """
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     real_C = index < num_cells

@@ -147,7 +147,7 @@ def work_kernel(
     """Compute the work list of attention for each launch: its items and joins, with padding. Grid
     (launches of attention).
 
-    At least 9 blocks a multiprocessor.
+    Occupancy on sm_90: at least 9 blocks per SM.
 
     ``ends_ptr`` is scratch memory (launches, num_rows). The other numbers are ``WorkShape.work_sizes``.
     """

@@ -136,7 +136,7 @@ def write_kernel(
     """Apply RMS norm and rotary embedding to queries and keys, and write keys and values to the KV cache.
 
     Grid (tokens, Q_TILES + K_TILES): tiles of query heads (0 if they do not change), then of key heads.
-    At least 10 blocks a multiprocessor.
+    Occupancy on sm_90: at least 10 blocks per SM.
 
     NORM: 0 none, 1 over each head, 2 over all heads of a token (then one program handles all tiles). SCALED: keys and
     values are divided by the scales (2, KV_HEADS).

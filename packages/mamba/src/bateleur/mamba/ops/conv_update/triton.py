@@ -25,7 +25,7 @@ def conv_update_kernel(
     """Convolve the tokens of each decode, and write the conv window after them.
 
     Grid (tiles of channels, rows + 1): the last row zeroes tokens that belong to no row.
-    At least 7 blocks a multiprocessor.
+    Occupancy on sm_90: at least 7 blocks per SM.
     """
     row = tl.program_id(1)
     c = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)

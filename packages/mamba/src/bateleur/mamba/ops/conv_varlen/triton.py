@@ -49,7 +49,7 @@ def conv_kernel(
     """Convolve the tokens of all prefills, and keep copies of their initial windows.
 
     Grid (rows + tiles of tokens, tiles of channels): the first programs copy windows (R, W - 1, C), the others
-    compute. At least 3 blocks a multiprocessor.
+    compute. Occupancy on sm_90: at least 3 blocks per SM.
     """
     c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     real_C = c < CHANNELS
@@ -91,7 +91,7 @@ def window_kernel(
 ):  # fmt: skip
     """Write the conv window (last W - 1 inputs) after each chunk and each request to its slot.
 
-    Grid (chunks + rows with a request conv window, tiles of channels). At least 16 blocks a multiprocessor.
+    Grid (chunks + rows with a request conv window, tiles of channels). Occupancy on sm_90: at least 16 blocks per SM.
     """
     unit = tl.program_id(0)
     if unit < num_chunks:

@@ -83,7 +83,7 @@ def pairs_kernel(
     to the token and after the token (both D), the inverse times beta and the weights of queries (both T), and the scale
     factors of keys and queries. Every sum of log decays is added up from its own tokens, because a difference of sums
     would lose digits after a strong decay.
-    At least 3 blocks a multiprocessor.
+    Occupancy on sm_90: at least 3 blocks per SM.
     """
     chunk, head = tl.program_id(0) // TILES, tl.program_id(1)
     first = tl.load(chunk_starts_ptr + chunk) + tl.program_id(0) % TILES * BLOCK_T
@@ -147,7 +147,7 @@ def walk_kernel(
     """Run the tiles of each request in order: compute outputs, and write the state after each chunk to its slot.
 
     Grid (heads x tiles of values, rows + 1): the last row zeroes tokens that belong to no row.
-    At least 1 block a multiprocessor.
+    Occupancy on sm_90: at least 1 block per SM.
     """
     TILES: tl.constexpr = (VALUE_DIM + BLOCK_V - 1) // BLOCK_V
     head, row = tl.program_id(0) // TILES, tl.program_id(1)

@@ -123,7 +123,7 @@ def join_kernel(
     Grid (chunks x tiles of tokens, heads). Results by head and token: the rows of T and of P T in parts. ``scale``
     has the scale factors of keys and queries. They are replaced by: both times the decay from the start of the tile,
     the factor of keys times the decay to the end of the tile, and the decay of the tile.
-    At least 2 blocks a multiprocessor.
+    Occupancy on sm_90: at least 2 blocks per SM.
     """
     chunk, head = tl.program_id(0) // TILES, tl.program_id(1)
     first = tl.load(chunk_starts_ptr + chunk) + tl.program_id(0) % TILES * TILE
@@ -197,7 +197,7 @@ def walk_tiles_kernel(
 
     Grid (heads x tiles of values, rows + 1): the last row zeroes tokens that belong to no row.
     The distances of tokens are constants, so that the addresses of a tile need one register.
-    At least 1 block a multiprocessor.
+    Occupancy on sm_90: at least 1 block per SM.
     """
     TILES: tl.constexpr = (VALUE_DIM + BLOCK_V - 1) // BLOCK_V
     head, row = tl.program_id(0) // TILES, tl.program_id(1)

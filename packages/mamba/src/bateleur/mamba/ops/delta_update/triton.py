@@ -46,7 +46,7 @@ def update_kernel(
     """Run the recurrence over the tokens of each decode, and write the state after each token to its state slot.
 
     Grid (heads x tiles of values, rows + 1): the last row zeroes tokens that belong to no row.
-    At least 7 blocks a multiprocessor.
+    Occupancy on sm_90: at least 7 blocks per SM.
     """
     TILES: tl.constexpr = (VALUE_DIM + BLOCK_V - 1) // BLOCK_V
     head, row = tl.program_id(0) // TILES, tl.program_id(1)

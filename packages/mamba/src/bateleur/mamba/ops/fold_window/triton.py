@@ -23,7 +23,7 @@ def window_kernel(
 ):  # fmt: skip
     """Copy conv windows of running requests to state slots. Grid (tiles of conv channels, shares of rows, layers).
 
-    At least 16 blocks a multiprocessor.
+    Occupancy on sm_90: at least 16 blocks per SM.
     """
     tile, layer = tl.program_id(0), tl.program_id(2).to(tl.int64)
     for begin in range(0, num_rows, BLOCK_R):

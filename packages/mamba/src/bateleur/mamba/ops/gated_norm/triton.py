@@ -19,7 +19,7 @@ def norm_kernel(
 ):  # fmt: skip
     """Compute the RMS norm of x * act(z) over each group of SIZE channels, times weight. Grid (tokens, groups).
 
-    At least 3 blocks a multiprocessor. SHARED: one weight for all groups.
+    Occupancy on sm_90: at least 3 blocks per SM. SHARED: one weight for all groups.
     """
     token, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
     lane = tl.arange(0, BLOCK)

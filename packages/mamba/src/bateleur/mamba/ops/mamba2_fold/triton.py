@@ -73,7 +73,7 @@ def fold_kernel(
 ):  # fmt: skip
     """Add ring entries to saved states, and copy the conv windows: S <- decay S + sum_j decay_j dt_j x_j B_j^T.
 
-    Grid (heads + tiles of conv channels, shares of rows, layers). At least 2 blocks a multiprocessor.
+    Grid (heads + tiles of conv channels, shares of rows, layers). Occupancy on sm_90: at least 2 blocks per SM.
     """
     part, layer = tl.program_id(0), tl.program_id(2).to(tl.int64)
     for begin in range(0, num_rows, BLOCK_R):

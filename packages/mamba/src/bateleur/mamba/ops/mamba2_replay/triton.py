@@ -74,7 +74,7 @@ def replay_kernel(
     """Compute the outputs of each decode from its saved state and ring, and append its tokens to the ring.
 
     Grid (heads x tiles of channels, rows + 1): the last row zeroes tokens that belong to no row.
-    At least 2 blocks a multiprocessor.
+    Occupancy on sm_90: at least 2 blocks per SM.
     """
     TILES: tl.constexpr = (HEAD_DIM + BLOCK_P - 1) // BLOCK_P
     head, tile, row = tl.program_id(0) // TILES, tl.program_id(0) % TILES, tl.program_id(1)

@@ -37,7 +37,7 @@ def steps_kernel(
 ):  # fmt: skip
     """Compute step sizes clamp(softplus(dt + bias)) and running sums of A * step in each chunk, (H, T) each.
 
-    Grid (chunks, tiles of heads). At least 7 blocks a multiprocessor.
+    Grid (chunks, tiles of heads). Occupancy on sm_90: at least 7 blocks per SM.
     """
     first = tl.load(chunk_starts_ptr + tl.program_id(0))
     length = tl.load(chunk_starts_ptr + tl.program_id(0) + 1) - first
@@ -63,7 +63,7 @@ def adds_kernel(
     """Compute the contribution of each chunk's tokens to the state, (chunks, H, P, N) in float32.
 
     Grid (heads x tiles of channels, chunks). Weighted bfloat16 values are split into two parts, so that states keep
-    float32 precision. At least 3 blocks a multiprocessor.
+    float32 precision. Occupancy on sm_90: at least 3 blocks per SM.
     """
     TILES: tl.constexpr = (HEAD_DIM + BLOCK_P - 1) // BLOCK_P
     head, chunk = tl.program_id(0) // TILES, tl.program_id(1).to(tl.int64)
@@ -103,7 +103,7 @@ def passes_kernel(
 ):  # fmt: skip
     """Compute the state before each chunk, and write the state after a chunk to its slot: S <- decay S + contribution.
 
-    Grid (tiles of a head's state, heads, rows); SIZE is P times N. At least 25 blocks a multiprocessor.
+    Grid (tiles of a head's state, heads, rows); SIZE is P times N. Occupancy on sm_90: at least 25 blocks per SM.
     """
     head, row = tl.program_id(1), tl.program_id(2)
     s = tl.program_id(0) * BLOCK_S + tl.arange(0, BLOCK_S)
@@ -162,7 +162,7 @@ def outputs_kernel(
     """Compute the outputs of each chunk from the state before it and its tokens, and D x.
 
     Grid (heads x tiles of queries, chunks + 1): the last program zeroes tokens that belong to no row.
-    At least 1 block a multiprocessor.
+    Occupancy on sm_90: at least 1 block per SM.
     """
     head, tile, chunk = tl.program_id(0) // TILES, tl.program_id(0) % TILES, tl.program_id(1)
     m, p, n = tile * BLOCK_M + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_P), tl.arange(0, BLOCK_N)

@@ -37,7 +37,7 @@ def update_kernel(
     """Run the recurrence over the tokens of each decode, and write the state after each token to its state slot.
 
     Grid (heads x tiles of channels, rows + 1): the last row zeroes tokens that belong to no row.
-    At least 8 blocks a multiprocessor.
+    Occupancy on sm_90: at least 8 blocks per SM.
     """
     TILES: tl.constexpr = (HEAD_DIM + BLOCK_P - 1) // BLOCK_P
     head, row = tl.program_id(0) // TILES, tl.program_id(1)

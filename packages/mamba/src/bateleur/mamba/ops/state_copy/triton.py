@@ -34,7 +34,8 @@ def copy_kernel(
 ):  # fmt: skip
     """Copy conv windows and SSM states between state slots.
 
-    Grid (parts of the state + tiles of conv channels, shares of rows, layers). At least 9 blocks a multiprocessor.
+    Grid (parts of the state + tiles of conv channels, shares of rows, layers).
+    Occupancy on sm_90: at least 9 blocks per SM.
     """
     part, layer = tl.program_id(0), tl.program_id(2).to(tl.int64)
     conv_ptr += layer * conv_layer

@@ -25,7 +25,7 @@ def activation_kernel(
 ):  # fmt: skip
     """Compute `act(wide)` of a token, or `act(gate) * up` if GATED, in float32, rounded once.
 
-    Grid (tokens, tiles of elements). NAME: one of `Activation`. At least 16 blocks a multiprocessor.
+    Grid (tokens, tiles of elements). NAME: one of `Activation`. Occupancy on sm_90: at least 16 blocks per SM.
     """
     token = tl.program_id(0).to(tl.int64)
     f = tl.program_id(1) * BLOCK_F + tl.arange(0, BLOCK_F)
@@ -57,7 +57,7 @@ def gate_kernel(
 ):  # fmt: skip
     """Compute `x * silu(gate)` of a token, or `x * sigmoid(gate)` unless SILU, in float32, rounded once.
 
-    Grid (tokens, tiles of elements). At least 16 blocks a multiprocessor.
+    Grid (tokens, tiles of elements). Occupancy on sm_90: at least 16 blocks per SM.
     """
     token = tl.program_id(0).to(tl.int64)
     f = tl.program_id(1) * BLOCK_F + tl.arange(0, BLOCK_F)

@@ -29,7 +29,7 @@ def join_kernel(
 ):  # fmt: skip
     """Write keys and values of some heads: k = own part | shared part | zeros, v = value | zeros.
 
-    Grid (tokens, tiles of heads). At least 16 blocks a multiprocessor.
+    Grid (tokens, tiles of heads). Occupancy on sm_90: at least 16 blocks per SM.
     """
     token, d = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK_D)[None, :]
     h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)[:, None]

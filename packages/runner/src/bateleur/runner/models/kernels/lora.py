@@ -26,7 +26,7 @@ def shrink_kernel(
 ):  # fmt: skip
     """Compute `lanes[t] = a[slot] @ x[t]` in float32, for the adapter slot of each token t; nothing for slot 0.
 
-    Grid (tokens, tiles of the low rank). At least 8 blocks a multiprocessor.
+    Grid (tokens, tiles of the low rank). Occupancy on sm_90: at least 8 blocks per SM.
     """
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_ptr + token).to(tl.int64)
@@ -53,7 +53,7 @@ def expand_kernel(
 ):  # fmt: skip
     """Compute `y[t] += b[slot] @ lanes[t]` in float32, rounded once, for the adapter slot of each token t.
 
-    Grid (tokens, tiles of rows). At least 8 blocks a multiprocessor.
+    Grid (tokens, tiles of rows). Occupancy on sm_90: at least 8 blocks per SM.
     """
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_ptr + token).to(tl.int64)

@@ -29,7 +29,7 @@ def norm_kernel(
     """Add terms to the residual x of a token, store x, and write its RMS norm.
 
     TERMS: number of terms; 1 adds factor * y, 2 also adds z_factor * z. Grid (tokens,).
-    At least 3 blocks a multiprocessor.
+    Occupancy on sm_90: at least 3 blocks per SM.
     """
     token, m = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK_M)
     real = m < SIZE
@@ -55,7 +55,7 @@ def add_normed_kernel(
 ):  # fmt: skip
     """Compute `h += factor * rms_norm(y) * weight` for one token, in float32, rounded once.
 
-    Grid (tokens,). At least 2 blocks a multiprocessor.
+    Grid (tokens,). Occupancy on sm_90: at least 2 blocks per SM.
     """
     token, m = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK_M)
     real = m < SIZE

@@ -153,7 +153,7 @@ def linear_kernel(
     """Compute a tile of `x W^T + b` with dequantised W.
 
     Grid (tiles of rows of W, tiles of tokens, parts of columns). If APART, y (parts, T, N) float32 gets the sums of
-    each part, which `sum_kernel` adds. At least 1 blocks a multiprocessor.
+    each part, which `sum_kernel` adds. Occupancy on sm_90: at least 1 blocks per SM.
     """
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     t = tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)
@@ -192,7 +192,7 @@ def linear_kernel(
 def sum_kernel(parts_ptr, bias_ptr, y_ptr, part_size, ROWS: tl.constexpr, PARTS: tl.constexpr, BLOCK_N: tl.constexpr):
     """Add the sums of parts of columns in their order, add the bias, and write y.
 
-    At least 12 blocks a multiprocessor.
+    Occupancy on sm_90: at least 12 blocks per SM.
     """
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     at, real = tl.program_id(0).to(tl.int64) * ROWS + n, n < ROWS
@@ -213,7 +213,7 @@ def grouped_kernel(
 ):  # fmt: skip
     """Compute a tile of the product of rows of x and the dequantised matrix of their expert.
 
-    Grid (tiles of rows of W, tiles of rows of x); see `kernels.grouped`. At least 1 blocks a multiprocessor.
+    Grid (tiles of rows of W, tiles of rows of x); see `kernels.grouped`. Occupancy on sm_90: at least 1 blocks per SM.
     """
     expert, first_row, end = rows_of_tile(ends_ptr, tl.program_id(1), EXPERTS, BLOCK_T, BLOCK_E)
     if expert >= EXPERTS:

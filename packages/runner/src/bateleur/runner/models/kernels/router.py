@@ -66,7 +66,7 @@ def route_kernel(
 ):  # fmt: skip
     """Choose a token's TOP_K experts one after the other, and compute their weights from their logits.
 
-    Grid (tokens,). At least 28 blocks a multiprocessor.
+    Grid (tokens,). Occupancy on sm_90: at least 28 blocks per SM.
     """
     token, k = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK_K)
     SIZE: tl.constexpr = EXPERTS // GROUPS
@@ -111,7 +111,7 @@ def sort_kernel(
     """Sort (token, expert) pairs by expert: write tokens and positions of one expert's pairs, and their end.
 
     A program counts the pairs of lower experts, then writes those of its own expert in order. Grid (experts,).
-    At least 5 blocks a multiprocessor.
+    Occupancy on sm_90: at least 5 blocks per SM.
     """
     own, s = tl.program_id(0), tl.arange(0, BLOCK_S)
     below_S, mine_S = tl.zeros([BLOCK_S], tl.int32), tl.zeros([BLOCK_S], tl.int32)
@@ -140,7 +140,7 @@ def combine_kernel(
     """Compute a tile of a token's weighted sum over its experts, plus the shared expert (times sigmoid of a gate).
 
     Sums are float32, the best expert first, and rounded once. Grid (tokens, tiles of L).
-    At least 11 blocks a multiprocessor.
+    Occupancy on sm_90: at least 11 blocks per SM.
     """
     token, lane = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK_L + tl.arange(0, BLOCK_L)
     real = lane < SIZE
