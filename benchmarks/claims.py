@@ -108,8 +108,8 @@ AHEAD = "tokens a second beside vLLM's, "
 CLAIMS = (
     Claim("rival-cpu", AHEAD + "hybrid, float32", True, 1.25, of_batches("ratio")),
     Claim("rival-llama-cpu", AHEAD + "Llama, float32", True, 1.25, of_batches("ratio")),
-    Claim("rival-bfloat16-cpu", AHEAD + "hybrid, bfloat16", True, 1.0, of_batches("ratio")),
-    Claim("rival-llama-bfloat16-cpu", AHEAD + "Llama, bfloat16", True, 1.0, of_batches("ratio")),
+    Claim("rival-bfloat16-cpu", AHEAD + "hybrid, bfloat16", True, 1.25, of_batches("ratio")),
+    Claim("rival-llama-bfloat16-cpu", AHEAD + "Llama, bfloat16", True, 1.25, of_batches("ratio")),
     Claim(
         "throughput-cpu",
         "steps of decoding beside those of transformers, hybrid",
@@ -131,9 +131,9 @@ CLAIMS = (
         1.0,
         lambda found: iter([("batch 1", found["ratio"])]),
     ),
-    Claim("speculative-cpu", "drafts beside none, T 0", True, 0.97, drafts(None, 0.0)),
-    Claim("speculative-cpu", "drafts beside none, T 0.8", True, 0.97, drafts(None, 0.8)),
-    Claim("speculative-cpu", "one greedy stream with drafts", True, 1.5, drafts(1, 0.0)),
+    Claim("speculative-cpu", "drafts beside none, T 0", True, 0.95, drafts(None, 0.0)),
+    Claim("speculative-cpu", "drafts beside none, T 0.8", True, 0.95, drafts(None, 0.8)),
+    Claim("speculative-cpu", "one greedy stream with drafts", True, 1.4, drafts(1, 0.0)),
     Claim("speculative-cpu", "one drawn stream with drafts", True, 1.1, drafts(1, 0.8)),
     Claim("host-cpu", "host work of a step", False, 1.0, host_per_request(0), " us"),
     Claim("host-cpu", "host work of a step with 4 drafts", False, 1.0, host_per_request(4), " us"),
