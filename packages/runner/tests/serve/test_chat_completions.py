@@ -235,6 +235,7 @@ def answers(client: Any, **body: Any) -> tuple[Any, Any, Any, int]:
     """Return reasoning, content, finish reason and tokens of a reply, and check that the stream has the same."""
     body = {"messages": LONG, **OPENED, **body}
     reply = client.ask(PATH, body).json()
+    assert "choices" in reply, reply
     (choice,) = reply["choices"]
     message = choice["message"]
     *chunks, last = client.stream(PATH, body | {"stream_options": {"include_usage": True}})

@@ -7,6 +7,7 @@ of 20,000 rules overflows the stack.
 from __future__ import annotations
 
 import json
+import signal
 import sys
 import threading
 from functools import lru_cache
@@ -20,7 +21,9 @@ if TYPE_CHECKING:
     from llguidance import LLTokenizer
 
 MAX_SECONDS = 5.0
-"""Maximum time to compile a grammar."""
+"""Maximum processor time to compile a grammar. Wall time would refuse good grammars on a busy machine."""
+_MAX_WAIT = 60.0
+"""Maximum wall time in seconds, with the start of the child process."""
 _TOKEN_ID = "<["
 """Start of a token id in the notation of llguidance."""
 _MAX_BYTES = 4 << 30
@@ -35,7 +38,7 @@ class Trials:
         self._idle: list[Popen[str]] = []
 
     def error(self, source: str, num_tokens: int) -> str:
-        """Return the error of a grammar; empty if it compiles. Waits up to `MAX_SECONDS`.
+        """Return the error of a grammar; empty if it compiles within `MAX_SECONDS` of processor time.
 
         num_tokens: size of the vocabulary. The grammar may contain ids of these tokens.
         """
@@ -45,12 +48,12 @@ class Trials:
         assert answer is not None
         reply = ""
         try:
-            pipe.write(json.dumps([source, num_tokens]) + "\n")
+            pipe.write(json.dumps([source, num_tokens, MAX_SECONDS]) + "\n")
             pipe.flush()
-            if ready := bool(select([answer], [], [], MAX_SECONDS)[0]):
+            if ended := bool(select([answer], [], [], _MAX_WAIT)[0]):
                 reply = answer.readline()
         except BrokenPipeError:
-            ready = True
+            ended = True
         finally:
             if reply:
                 self._idle.append(child)
@@ -58,7 +61,9 @@ class Trials:
                 _end(child)
         if reply:
             return str(json.loads(reply))
-        return "it is too large or too deep" if ready else f"it takes more than {MAX_SECONDS:g} s to compile"
+        if ended and child.returncode != -signal.SIGPROF:
+            return "it is too large or too deep"
+        return f"it takes more than {MAX_SECONDS:g} s to compile"
 
     def _take(self) -> Popen[str]:
         try:
@@ -118,7 +123,11 @@ def _serve() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (_MAX_BYTES, _MAX_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     for line in sys.stdin:
-        print(json.dumps(_try(*json.loads(line))), flush=True)
+        source, num_tokens, seconds = json.loads(line)
+        signal.setitimer(signal.ITIMER_PROF, seconds)  # ends the process
+        error = _try(source, num_tokens)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        print(json.dumps(error), flush=True)
 
 
 if __name__ == "__main__":
