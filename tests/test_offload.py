@@ -98,7 +98,7 @@ def test_host_memory_may_be_short_as_well(
     engine: Callable[..., LLM], sized: Callable[..., LLM], cold: Callable[[str], list[list[list[int]]]], kind: str
 ) -> None:
     llm = sized(engine, 24, 2, kind=kind, kv_offload_bytes=60_000)
-    tier = llm.engine.scheduler.prefixes.below  # type: ignore[union-attr]
+    tier = llm.engine.scheduler.prefixes.offload_tiers  # type: ignore[union-attr]
     assert 4 < len(tier.blocks.host.rows) < 40  # type: ignore[union-attr]
     for round_, each in enumerate(asked()):
         assert ids(llm.generate(*each)) == cold(kind)[round_], round_
@@ -134,7 +134,7 @@ def test_what_went_wrong_does_not_come_back(engine: Callable[..., LLM], sized: C
     kept = embedding[spoiled].clone()
     clean = ids(engine("fold", kv_offload_bytes=0).generate([prompt], GREEDY))
     embedding[spoiled] = torch.nan
-    pages = llm.engine.scheduler.prefixes.below.pages  # type: ignore[union-attr]
+    pages = llm.engine.scheduler.prefixes.offload_tiers.pages  # type: ignore[union-attr]
     one = SamplingParams(temperature=0, max_tokens=1)
     llm.generate([{"prompt_token_ids": prompt["prompt_token_ids"][:9]}], one)
     for seed in (1, 2, 3):  # blocks shared with the failing request leave the device

@@ -12,10 +12,10 @@ import torch
 from bateleur.runner.errors import PrefixRefused
 from bateleur.runner.offload.disk_folder import DiskFolder
 from bateleur.runner.offload.prefix_file import Prefix, encode_prefix
-from bateleur.runner.offload.rows import Layout, Part
+from bateleur.runner.offload.rows import RowLayout, RowPart
 from bateleur.runner.offload.whole_file import write_whole
 
-LAYOUT = Layout({"weights": "abc"}, 4, 4, 0, (Part("keys", torch.float32, (64,), 0),), ())
+LAYOUT = RowLayout({"weights": "abc"}, 4, 4, 0, (RowPart("keys", torch.float32, (64,), 0),), ())
 
 
 def prefix(number: int) -> Prefix:
@@ -131,7 +131,7 @@ def test_who_looks_makes_room_for_what_others_wrote(tmp_path: Path) -> None:
 
 def test_files_of_other_layouts_count_too(tmp_path: Path) -> None:
     size = len(encode_prefix(LAYOUT, prefix(0)))
-    other = Layout({"weights": "def"}, 4, 4, 0, LAYOUT.block_parts, ())
+    other = RowLayout({"weights": "def"}, 4, 4, 0, LAYOUT.block_parts, ())
     folders = [DiskFolder(tmp_path, layout, 4 * size) for layout in (LAYOUT, other)]
     for number in range(4):
         for folder in folders:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from bateleur.runner.cache.block_pool import BlockPool
 from bateleur.runner.offload.copies import Copies
-from bateleur.runner.offload.host_memory import HostMemory, Level
+from bateleur.runner.offload.host_memory import HostMemory, OffloadedRows
 from bateleur.runner.offload.rows import PagedCache, PagedRows
 from bateleur.runner.offload.tier import HostTier
 from bateleur.runner.stats import OffloadStats
@@ -27,7 +27,7 @@ class Blocks:
         self.pool, rows = BlockPool(num_device + 1), PagedRows(self.tensors)
         self.stats = OffloadStats()
         host = HostMemory(num_host, rows.num_bytes, CPU)
-        self.level = Level(PagedCache(self.pool, rows), host, Copies(CPU, rows.num_bytes), self.stats)
+        self.level = OffloadedRows(PagedCache(self.pool, rows), host, Copies(CPU, rows.num_bytes), self.stats)
         self.tier = HostTier(self.level, None, self.stats)
         self.held: dict[bytes, int] = {}
 

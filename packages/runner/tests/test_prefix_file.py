@@ -14,7 +14,7 @@ from safetensors import safe_open
 
 from bateleur.runner.errors import PrefixRefused
 from bateleur.runner.offload.prefix_file import MAX_HEADER, Prefix, read_prefix, write_prefix
-from bateleur.runner.offload.rows import Layout, PagedRows
+from bateleur.runner.offload.rows import PagedRows, RowLayout
 
 
 def paged(**shapes: tuple[torch.dtype, tuple[int, ...]]) -> PagedRows:
@@ -29,7 +29,7 @@ def paged(**shapes: tuple[torch.dtype, tuple[int, ...]]) -> PagedRows:
 
 BLOCKS = paged(keys=(torch.bfloat16, (2, 1, 3)), values=(torch.bfloat16, (2, 1, 3)))
 PAGES = paged(conv=(torch.bfloat16, (3, 1)), state=(torch.float32, (2, 2)))
-LAYOUT = Layout({"weights": "abc", "device": "cpu"}, 2, 4, 1, BLOCKS.parts, PAGES.parts)
+LAYOUT = RowLayout({"weights": "abc", "device": "cpu"}, 2, 4, 1, BLOCKS.parts, PAGES.parts)
 
 
 def prefix(start: int = 4, end: int = 8, *, page: bool = True) -> Prefix:
@@ -45,7 +45,7 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "it"
 
 
-def refused(path: Path, layout: Layout = LAYOUT, **how: bool) -> PrefixRefused:
+def refused(path: Path, layout: RowLayout = LAYOUT, **how: bool) -> PrefixRefused:
     with pytest.raises(PrefixRefused) as caught:
         read_prefix(path, layout, **how)
     assert str(path) in str(caught.value)

@@ -8,19 +8,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bateleur.runner.offload.spans import Chain, missing_spans
+from bateleur.runner.offload.spans import PrefixSpans, missing_spans
 from bateleur.runner.requests.prefix_keys import PrefixKeys
 
 LENGTH, SEGMENT, SIZE = 26, 3, 2
 IDS = np.arange(LENGTH + 1, dtype=np.int32)
 
 
-def chain(*, blocks: bool, pages: bool, granularity: int, monkeypatch: Any) -> Chain:
+def chain(*, blocks: bool, pages: bool, granularity: int, monkeypatch: Any) -> PrefixSpans:
     """Blocks of 2 tokens, segments of 3 blocks."""
     monkeypatch.setattr("bateleur.runner.offload.spans.SEGMENT_BLOCKS", SEGMENT)
     prefixes = SimpleNamespace(ahead=0, block_size=SIZE, granularity=granularity, names=PrefixKeys.blocks)
     cache: Any = SimpleNamespace(prefixes=prefixes, blocks=blocks or None, pages=pages or None)
-    return Chain(cache, PrefixKeys(SIZE), IDS, LENGTH)
+    return PrefixSpans(cache, PrefixKeys(SIZE), IDS, LENGTH)
 
 
 @pytest.mark.parametrize(("blocks", "pages"), [(True, False), (True, True), (False, True)])

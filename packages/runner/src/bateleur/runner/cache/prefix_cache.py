@@ -32,7 +32,7 @@ class Hit:
     why: str = ""
 
 
-class Below(Protocol):
+class OffloadTiers(Protocol):
     """Interface of the offload tiers (host memory, disk). They store KV blocks and states by prefix-cache key."""
 
     def has_block(self, name: bytes) -> bool:
@@ -94,9 +94,9 @@ class PrefixCache:
         self._states = states
         self.ahead = int(lookahead)
         """Tokens after a prefix that its last block depends on."""
-        self._block_keys = PrefixKeys.blocks_ahead if lookahead else PrefixKeys.blocks
+        self._compute_keys = PrefixKeys.blocks_ahead if lookahead else PrefixKeys.blocks
         self.block_size = block_size
-        self.below: Below | None = None
+        self.offload_tiers: OffloadTiers | None = None
         """Offload tiers, if there are any."""
         self._row_keys = RowKeys(
             table.token_ids, None if blocks is None else table.block_table, block_size, ahead=lookahead
@@ -120,42 +120,47 @@ class PrefixCache:
         ids = self._table.token_ids[request.row, : self._table.prefill_len[request.row]].copy()
         keys, most = self._keys(request), len(ids) - 1
         hit = self.find(keys, ids, most)
-        if self.below is not None and (longest := self._reach(keys, ids, most, self.below)) > hit.num_tokens:
-            blocks = [] if self._blocks is None else self.names(keys, ids, 0, longest // self.block_size)
+        if (
+            self.offload_tiers is not None
+            and (longest := self._longest_prefix(keys, ids, most, self.offload_tiers)) > hit.num_tokens
+        ):
+            blocks = [] if self._blocks is None else self.block_keys(keys, ids, 0, longest // self.block_size)
             page = None if self._states is None else keys.of(ids, longest)
-            self.below.load(blocks, page, longest - hit.num_tokens)
+            self.offload_tiers.load(blocks, page, longest - hit.num_tokens)
             hit = self.find(keys, ids, most)
         return hit
 
     def fetch(self, request: Request) -> bool:
         """Return whether a request without a row should wait until `arrived` returns it; called once per request."""
-        if self.below is None or request.prefix.fetched or request.lacks_prompt_logprobs:
+        if self.offload_tiers is None or request.prefix.fetched or request.lacks_prompt_logprobs:
             return False
         request.prefix.fetched = True
         ids = np.array(request.token_ids, np.int32)
-        return self.below.fetch(request, self._keys(request), ids, len(ids) - 1)
+        return self.offload_tiers.fetch(request, self._keys(request), ids, len(ids) - 1)
 
-    def left(self, request: Request) -> None:
+    def offload(self, request: Request) -> None:
         """Offer the prefix of an ended request, which still has its table row, to the offload tiers."""
-        if self.below is None or request.finish_reason == "error":
+        if self.offload_tiers is None or request.finish_reason == "error":
             return
         known, settled = int(self._table.num_known[request.row]), int(self._table.num_committed[request.row])
         ids = self._table.token_ids[request.row, :known].copy()
         prompt_len = int(self._table.prompt_len[request.row])
-        self.below.save(self._keys(request), ids, min(settled, known - self.ahead), prompt_len)
+        self.offload_tiers.save(self._keys(request), ids, min(settled, known - self.ahead), prompt_len)
 
-    def _reach(self, keys: PrefixKeys, ids: NDArray[np.int32], most: int, below: Below) -> int:
+    def _longest_prefix(self, keys: PrefixKeys, ids: NDArray[np.int32], most: int, offload_tiers: OffloadTiers) -> int:
         """Return the length of the longest prefix of `ids` on the device or in the offload tiers, at most `most`."""
         longest = most // self.granularity * self.granularity
         if self._blocks is not None and longest:
-            names = self.names(keys, ids, 0, longest // self.block_size)
-            count = len(self._blocks.find_all(names))
-            while count < len(names) and (below.has_block(names[count]) or self._blocks.find(names[count])):
+            block_keys = self.block_keys(keys, ids, 0, longest // self.block_size)
+            count = len(self._blocks.find_all(block_keys))
+            while count < len(block_keys) and (
+                offload_tiers.has_block(block_keys[count]) or self._blocks.find(block_keys[count])
+            ):
                 count += 1
             longest = count * self.block_size // self.granularity * self.granularity
         if self._states is not None:
             pool = self._states.pool
-            while longest and not (pool.find(key := keys.of(ids, longest)) or below.has_page(key)):
+            while longest and not (pool.find(key := keys.of(ids, longest)) or offload_tiers.has_page(key)):
                 longest -= self.granularity
         return longest
 
@@ -169,7 +174,7 @@ class PrefixCache:
             return Hit(0, [], 0, f"{len(ids)} tokens; a hit needs at least {self.granularity + 1}")
         blocks: list[int] = []
         if self._blocks is not None:
-            blocks = self._blocks.find_all(self.names(keys, ids, 0, longest // self.block_size))
+            blocks = self._blocks.find_all(self.block_keys(keys, ids, 0, longest // self.block_size))
             longest = len(blocks) * self.block_size // self.granularity * self.granularity
         page, stored = 0, 0 if self._blocks is None else longest
         if self._states is not None:
@@ -185,21 +190,21 @@ class PrefixCache:
             return Hit(0, [], 0, "no request computed this prefix, or it was evicted")
         return Hit(longest, blocks[: longest // self.block_size], page)
 
-    def names(self, keys: PrefixKeys, ids: NDArray[np.int32], first: int, end: int) -> list[bytes]:
+    def block_keys(self, keys: PrefixKeys, ids: NDArray[np.int32], first: int, end: int) -> list[bytes]:
         """Return the keys of blocks `first` to `end - 1` of `ids`.
 
         With `lookahead`, `ids` must have the token after them.
         """
-        return self._block_keys(keys, ids, first, end)
+        return self._compute_keys(keys, ids, first, end)
 
     def publish(self, rows: NDArray[np.int64], before_R: NDArray[np.int32], after_R: NDArray[np.int32]) -> None:
         """Add the KV blocks that a step filled to the prefix cache, and commit its states.
 
         rows: requests of the step. before_R, after_R: computed tokens of each request before and after the step.
         """
-        blocks, names = self._row_keys.advance(rows, after_R)
-        if names and self._blocks is not None:
-            self._blocks.publish_all(blocks, names)
+        blocks, block_keys = self._row_keys.advance(rows, after_R)
+        if block_keys and self._blocks is not None:
+            self._blocks.publish_all(blocks, block_keys)
         if self._states is not None:
             prefill_len_R = self._table.prefill_len[rows]
             self._states.commit(rows, before_R, after_R, prefill_len_R, self._row_keys.of)
@@ -217,14 +222,14 @@ class PrefixCache:
             for block in self._table.block_table[row, : self._table.num_blocks[row]].tolist():
                 self._blocks.forget(block)
             known = min(settled, int(self._table.num_known[row]) - self.ahead)
-            blocks = self.names(keys, ids, 0, max(known, 0) // self.block_size)
+            blocks = self.block_keys(keys, ids, 0, max(known, 0) // self.block_size)
         if self._states is not None:
             size, pool = self._states.block_size, self._states.pool
             pages = [keys.of(ids, num_tokens) for num_tokens in range(size, settled + 1, size)]
             for page in filter(None, map(pool.find, pages)):
                 pool.forget(page)
-        if self.below is not None:
-            self.below.forget(blocks, pages)
+        if self.offload_tiers is not None:
+            self.offload_tiers.forget(blocks, pages)
 
     def _keys(self, request: Request) -> PrefixKeys:
         if request.prefix.keys is None:

@@ -10,7 +10,7 @@ import torch
 from bateleur.mamba import StatePolicy
 from bateleur.runner.distributed.agreement import run_on_all_ranks
 from bateleur.runner.engine.setup import EngineSetup
-from bateleur.runner.offload.rows import DeviceCache, Layout
+from bateleur.runner.offload.rows import DeviceCache, RowLayout
 from bateleur.runner.offload.weights_digest import WeightFiles
 from bateleur.runner.spec_decode.draft_head import DraftHead
 from bateleur.runner.utils.version import package_version
@@ -24,9 +24,9 @@ class PrefixLayout:
         self._setup, self._cache, self._model = setup, cache, WeightFiles.of(setup.folder)
         head = setup.drafter
         self._draft = WeightFiles.of(head.report.path) if isinstance(head, DraftHead) else None
-        self._layout: Layout | None = None
+        self._layout: RowLayout | None = None
 
-    def get(self, known: Path | None = None) -> Layout:
+    def get(self, known: Path | None = None) -> RowLayout:
         """Return the layout. known: folder that caches digests of weights."""
         if self._layout is None:
             prefixes, blocks, pages = self._cache.prefixes, self._cache.blocks, self._cache.pages
@@ -34,7 +34,7 @@ class PrefixLayout:
                 "weights": self._digest(self._model, known),
                 "draft": "none" if self._draft is None else self._digest(self._draft, known),
             }
-            self._layout = Layout(
+            self._layout = RowLayout(
                 weights | _fields(self._setup),
                 prefixes.block_size,
                 prefixes.granularity,

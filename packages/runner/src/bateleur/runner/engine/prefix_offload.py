@@ -25,7 +25,7 @@ _WAIT_SECONDS = 0.02
 class PrefixOffload:
     """Host-memory and disk tiers of the prefix cache of one engine, and prefix export and import.
 
-    The prefix cache looks blocks up here by itself (`PrefixCache.below`).
+    The prefix cache looks blocks up here by itself (`PrefixCache.offload_tiers`).
     """
 
     def __init__(
@@ -52,11 +52,13 @@ class PrefixOffload:
             return
         stats.offload = OffloadStats(sizes.num_bytes)
         with explain_out_of_memory(kv_offload_bytes=sizes.num_bytes):
-            prefixes.below = below = HostTier.of(shared, sizes, setup.model.device, stats.offload)
+            prefixes.offload_tiers = offload_tiers = HostTier.of(shared, sizes, setup.model.device, stats.offload)
         if setup.disk is not None:
             path, limit = setup.disk
             folder = DiskFolder(path, layout.get(make_folder(path)), limit, ranks.local[1])
-            below.disk = self.disk = DiskTier(folder, shared, below.blocks, below.pages, stats.offload, ranks)
+            offload_tiers.disk = self.disk = DiskTier(
+                folder, shared, offload_tiers.blocks, offload_tiers.pages, stats.offload, ranks
+            )
 
     @property
     def handover(self) -> PrefixTransfer:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from bateleur.runner.errors import PrefixRefused
 from bateleur.runner.offload.prefix_file import Prefix, encode_prefix, read_prefix
-from bateleur.runner.offload.rows import Layout
+from bateleur.runner.offload.rows import RowLayout
 from bateleur.runner.offload.whole_file import write_whole
 
 _NAME = re.compile(r"[0-9a-f]{8,128}\.(kv|end)\.safetensors")
@@ -48,7 +48,7 @@ class DiskFolder:
     threads.
     """
 
-    def __init__(self, root: Path, layout: Layout, limit_bytes: int | None, writers: int = 1) -> None:
+    def __init__(self, root: Path, layout: RowLayout, limit_bytes: int | None, writers: int = 1) -> None:
         self._root, self._layout, self._writers = root, layout, writers
         self._folder = root / layout.digest
         self._total, self._counted, self._writes = 0, set[str](), False

@@ -24,10 +24,10 @@ from numpy.typing import NDArray
 from bateleur.runner.distributed.ranks import Ranks
 from bateleur.runner.errors import PrefixRefused
 from bateleur.runner.offload.disk_folder import DiskFolder
-from bateleur.runner.offload.host_memory import Level
+from bateleur.runner.offload.host_memory import OffloadedRows
 from bateleur.runner.offload.prefix_file import Prefix
 from bateleur.runner.offload.rows import DeviceCache
-from bateleur.runner.offload.spans import KINDS, Chain, Span, missing_spans
+from bateleur.runner.offload.spans import KINDS, FileSpan, PrefixSpans, missing_spans
 from bateleur.runner.requests.prefix_keys import PrefixKeys
 from bateleur.runner.requests.request import Request
 from bateleur.runner.stats import OffloadStats
@@ -53,7 +53,7 @@ Read = tuple[int, PrefixRefused | None]
 class _Transfer:
     """A span of a prefix, and the rows of host memory that a thread reads or writes for it."""
 
-    span: Span
+    span: FileSpan
     wanted: list[int]
     """Indices of the span's blocks to transfer."""
     blocks: list[int]
@@ -69,8 +69,8 @@ class DiskTier:
         self,
         folder: DiskFolder,
         cache: DeviceCache,
-        blocks: Level | None,
-        pages: Level | None,
+        blocks: OffloadedRows | None,
+        pages: OffloadedRows | None,
         stats: OffloadStats,
         ranks: Ranks,
     ) -> None:
@@ -90,7 +90,7 @@ class DiskTier:
         self._bad: set[str] = set()
         """Unreadable files, which are not read again; the next request that computes their contents writes them again.
         """
-        self._spans: deque[Span] = deque()
+        self._spans: deque[FileSpan] = deque()
         self._queued: set[str] = set()
         """Files being written or waiting to be written."""
         self._writes: list[tuple[_Transfer, Future[int]]] = []
@@ -108,7 +108,7 @@ class DiskTier:
         request, and at the last position from which the same prompt could start again. `ids` must not be
         written to any more.
         """
-        chain = Chain(self._cache, keys, ids, num_tokens)
+        chain = PrefixSpans(self._cache, keys, ids, num_tokens)
         spans = list(chain.segments())
         for end in chain.ends():
             page = chain.page(end)
@@ -140,7 +140,7 @@ class DiskTier:
             budget -= self._size(transfer)
         self._rescan()
 
-    def _hold(self, span: Span) -> _Transfer | None:
+    def _hold(self, span: FileSpan) -> _Transfer | None:
         """Hold host rows with a span's contents, copied from the device if needed.
 
         None if the contents were evicted, or host memory has no room.
@@ -194,7 +194,7 @@ class DiskTier:
         """
         if self._ranks.alone and not self._names:
             return False
-        chain = Chain(self._cache, keys, ids, most)
+        chain = PrefixSpans(self._cache, keys, ids, most)
         known = self._on_all_ranks([] if self._ranks.alone else chain.files())
         spans = missing_spans(chain, self._has_block, self._has_page, known.__contains__)
         transfers: list[_Transfer] = []
@@ -207,7 +207,7 @@ class DiskTier:
             self._fetches.append((request, transfers, future))
         return bool(transfers)
 
-    def _reserve(self, span: Span) -> _Transfer | None:
+    def _reserve(self, span: FileSpan) -> _Transfer | None:
         """Reserve host rows for the part of a span that is not in memory; None if there is no room."""
         wanted = [i for i, key in enumerate(span.blocks) if not self._has_block(key)]
         blocks = [] if self._blocks is None else self._blocks.host.take([span.blocks[i] for i in wanted])
@@ -316,13 +316,13 @@ class DiskTier:
             self._scan = self._writer.submit(self._folder.names)
 
     @property
-    def _level(self) -> Level:
+    def _level(self) -> OffloadedRows:
         """Host memory of blocks, or of states for a model without blocks."""
         level = self._blocks or self._pages
         assert level is not None
         return level
 
-    def _has(self, level: Level | None, key: bytes) -> bool:
+    def _has(self, level: OffloadedRows | None, key: bytes) -> bool:
         return level is not None and (key in level.host or bool(level.device.pool.find(key)))
 
     def _has_block(self, key: bytes) -> bool:

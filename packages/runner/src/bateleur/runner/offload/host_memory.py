@@ -116,7 +116,7 @@ class HostMemory:
 
 
 @dataclass(frozen=True, slots=True)
-class Level:
+class OffloadedRows:
     """KV blocks or states: their rows on the device, their rows in host memory, and the copies between both."""
 
     device: PagedCache

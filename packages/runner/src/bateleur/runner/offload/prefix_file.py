@@ -20,8 +20,8 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from bateleur.runner.errors import PrefixRefused
-from bateleur.runner.offload.rows import Layout, Part
-from bateleur.runner.offload.whole_file import Opened, opened_file, write_whole
+from bateleur.runner.offload.rows import RowLayout, RowPart
+from bateleur.runner.offload.whole_file import OpenFile, opened_file, write_whole
 from bateleur.runner.utils.arguments import shown
 
 FORMAT, VERSION = "bateleur-prefix", "2"
@@ -47,7 +47,7 @@ class Prefix:
     """(page_bytes,) the state after the last token; None if there is none."""
 
 
-def encode_prefix(layout: Layout, prefix: Prefix) -> bytes:
+def encode_prefix(layout: RowLayout, prefix: Prefix) -> bytes:
     """Return the bytes of a safetensors file with this prefix."""
     tensors = {_TOKENS: torch.tensor(prefix.token_ids, dtype=torch.int32)}
     if len(prefix.blocks):
@@ -58,12 +58,12 @@ def encode_prefix(layout: Layout, prefix: Prefix) -> bytes:
     return contents
 
 
-def write_prefix(path: Path, layout: Layout, prefix: Prefix) -> int:
+def write_prefix(path: Path, layout: RowLayout, prefix: Prefix) -> int:
     """Write a prefix to a file atomically with `write_whole`; return the size of the file in bytes."""
     return write_whole(path, encode_prefix(layout, prefix))
 
 
-def read_prefix(path: Path, layout: Layout, *, follow: bool = False) -> Prefix:
+def read_prefix(path: Path, layout: RowLayout, *, follow: bool = False) -> Prefix:
     """Read a file that `write_prefix` wrote for this layout.
 
     follow: whether to accept a symbolic link. Raises PrefixRefused with the reason for any other file.
@@ -72,7 +72,7 @@ def read_prefix(path: Path, layout: Layout, *, follow: bool = False) -> Prefix:
         return _read(opened, layout)
 
 
-def _read(opened: Opened, layout: Layout) -> Prefix:
+def _read(opened: OpenFile, layout: RowLayout) -> Prefix:
     path, begin = opened.path, opened.read(8)
     length = int.from_bytes(begin, "little")
     if length > min(MAX_HEADER, opened.size - 8):
@@ -110,13 +110,13 @@ def _read(opened: Opened, layout: Layout) -> Prefix:
     return prefix
 
 
-def _cut(rows: NDArray[np.uint8], parts: Sequence[Part]) -> dict[str, Tensor]:
+def _cut(rows: NDArray[np.uint8], parts: Sequence[RowPart]) -> dict[str, Tensor]:
     """Split rows (n, num_bytes) into the tensors (n, *shape) of each part."""
     pieces = {each: torch.from_numpy(rows[:, each.start : each.end].copy()) for each in parts}
     return {each.name: piece.view(each.dtype).view(len(rows), *each.shape) for each, piece in pieces.items()}
 
 
-def _join(tensors: Mapping[str, Tensor], parts: Sequence[Part], count: int) -> NDArray[np.uint8]:
+def _join(tensors: Mapping[str, Tensor], parts: Sequence[RowPart], count: int) -> NDArray[np.uint8]:
     """Return `count` rows of the tensors that `_cut` made."""
     pieces = [tensors[each.name].reshape(count, -1).view(torch.uint8) for each in parts]
     rows: NDArray[np.uint8] = torch.cat(pieces, 1).numpy()
@@ -133,7 +133,7 @@ def _stored_metadata(path: Path, header: bytes) -> dict[str, str]:
     return {name: value for name, value in stored.items() if isinstance(value, str)}
 
 
-def _compare(path: Path, stored: dict[str, str], layout: Layout) -> None:
+def _compare(path: Path, stored: dict[str, str], layout: RowLayout) -> None:
     """Raise PrefixRefused if the stored layout differs, naming the first field that differs."""
     for name, ours in layout.fields.items():
         if (theirs := stored.get(f"layout.{name}")) != ours:
@@ -143,7 +143,7 @@ def _compare(path: Path, stored: dict[str, str], layout: Layout) -> None:
         raise PrefixRefused("foreign", f"{path}: {_FOREIGN_TENSORS}")
 
 
-def _metadata(layout: Layout, prefix: Prefix, tensors: Mapping[str, Tensor]) -> dict[str, str]:
+def _metadata(layout: RowLayout, prefix: Prefix, tensors: Mapping[str, Tensor]) -> dict[str, str]:
     """Return the metadata of a file, with a checksum of all other metadata and of the tensors."""
     end = prefix.start + len(prefix.token_ids) - layout.ahead
     metadata = {"format": FORMAT, "version": VERSION, "layout": layout.digest}

@@ -14,7 +14,7 @@ from bateleur.runner.distributed.agreement import run_on_all_ranks
 from bateleur.runner.distributed.ranks import Ranks
 from bateleur.runner.errors import PrefixRefused
 from bateleur.runner.offload.prefix_file import Prefix, read_prefix, write_prefix
-from bateleur.runner.offload.rows import DeviceCache, Layout
+from bateleur.runner.offload.rows import DeviceCache, RowLayout
 from bateleur.runner.requests.prefix_keys import PrefixKeys
 
 _PART = "{rank}-of-{size}.safetensors"
@@ -24,12 +24,12 @@ _PARTS = re.compile(r"\d+-of-(\d+)\.safetensors")
 class PrefixTransfer:
     """Exports and imports prefixes of one engine, between two steps, on all ranks at once."""
 
-    def __init__(self, cache: DeviceCache, layout: Callable[[], Layout], ranks: Ranks) -> None:
+    def __init__(self, cache: DeviceCache, layout: Callable[[], RowLayout], ranks: Ranks) -> None:
         """layout: returns the layout; called when first needed, because it takes long. Its ValueError is passed on."""
         self._cache, self._get_layout, self._ranks = cache, layout, ranks
 
     @property
-    def layout(self) -> Layout:
+    def layout(self) -> RowLayout:
         """Layout of the files."""
         return self._get_layout()
 
@@ -57,7 +57,7 @@ class PrefixTransfer:
         return run_on_all_ranks(self._ranks, lambda: self._add(prefix, path, layout))
 
     @torch.inference_mode()
-    def _export(self, ids: NDArray[np.int32], path: Path, layout: Layout) -> int:
+    def _export(self, ids: NDArray[np.int32], path: Path, layout: RowLayout) -> int:
         cache = self._cache
         prefixes, keys = cache.prefixes, PrefixKeys(cache.prefixes.block_size)
         hit = prefixes.find(keys, ids, len(ids) - prefixes.ahead)
@@ -84,7 +84,7 @@ class PrefixTransfer:
             raise PrefixRefused("foreign", f"{path}: is of an engine of {exported} ranks, and this one has {size}")
         return path if self._ranks.alone else path / _PART.format(rank=self._ranks.rank, size=size)
 
-    def _read(self, path: Path, layout: Layout) -> Prefix:
+    def _read(self, path: Path, layout: RowLayout) -> Prefix:
         cache = self._cache
         prefix = read_prefix(self._part(path), layout, follow=True)
         num_tokens, keys = len(prefix.token_ids) - layout.ahead, PrefixKeys(cache.prefixes.block_size)
@@ -97,13 +97,13 @@ class PrefixTransfer:
         return prefix
 
     @torch.inference_mode()
-    def _add(self, prefix: Prefix, path: Path, layout: Layout) -> int:
+    def _add(self, prefix: Prefix, path: Path, layout: RowLayout) -> int:
         cache, fits = self._cache, True
         num_tokens, keys = len(prefix.token_ids) - layout.ahead, PrefixKeys(cache.prefixes.block_size)
         if cache.pages is not None and prefix.page is not None:
             fits = cache.pages.add([prefix.key], prefix.page[None])
         if cache.blocks is not None:
-            names = cache.prefixes.names(keys, prefix.token_ids, 0, len(prefix.blocks))
+            names = cache.prefixes.block_keys(keys, prefix.token_ids, 0, len(prefix.blocks))
             fits = fits and cache.blocks.add(names, prefix.blocks)
         if not fits:
             raise ValueError(f"{path}: has {num_tokens} tokens, for which the caches have no free room")

@@ -23,7 +23,7 @@ _WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class RowPart:
     """Position of one tensor's bytes in a row."""
 
     name: str
@@ -43,10 +43,10 @@ class PagedRows:
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         """tensors: at least one, all on one device, with contiguous entries."""
-        self.parts: tuple[Part, ...] = ()
+        self.parts: tuple[RowPart, ...] = ()
         start = 0
         for name, tensor in tensors.items():
-            self.parts += (Part(name, tensor.dtype, tuple(tensor.shape[1:]), start),)
+            self.parts += (RowPart(name, tensor.dtype, tuple(tensor.shape[1:]), start),)
             start = self.parts[-1].end
         self.num_bytes = start
         """Size of a row."""
@@ -82,7 +82,7 @@ def _divides(word: torch.dtype, tensor: Tensor) -> bool:
 
 
 @dataclass(frozen=True)
-class Layout:
+class RowLayout:
     """Everything that keys, values and states depend on besides tokens, and their order in a file."""
 
     fields: Mapping[str, str]
@@ -93,9 +93,9 @@ class Layout:
     """Tokens between two possible ends of a prefix."""
     ahead: int
     """Tokens after a prefix that its last block depends on: 1 if a draft head stores keys, else 0."""
-    block_parts: tuple[Part, ...]
+    block_parts: tuple[RowPart, ...]
     """Parts of a KV block; empty without attention."""
-    page_parts: tuple[Part, ...]
+    page_parts: tuple[RowPart, ...]
     """Parts of a state; empty without recurrent layers."""
 
     @property

@@ -22,7 +22,7 @@ KINDS = ("kv", "end")
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class FileSpan:
     """The part of a prefix that one file holds."""
 
     start: int
@@ -41,7 +41,7 @@ class Span:
     """Prefix-cache key of the state at its end; None for a segment, or without states."""
 
 
-class Chain:
+class PrefixSpans:
     """All spans (segments and endings) of one prefix.
 
     cache: the device's prefix cache.
@@ -60,9 +60,9 @@ class Chain:
         self.blocks: list[bytes] = []
         """Prefix-cache keys of the blocks; empty without attention."""
         if self._has_blocks and self.length:
-            self.blocks = prefixes.names(keys, ids, 0, self.length // self.block_size)
+            self.blocks = prefixes.block_keys(keys, ids, 0, self.length // self.block_size)
 
-    def segments(self) -> Iterator[Span]:
+    def segments(self) -> Iterator[FileSpan]:
         """Yield all full segments, in order."""
         for end in range(self.segment, self.length + 1, self.segment) if self._has_blocks else ():
             yield self._span(end - self.segment, end, "kv")
@@ -92,7 +92,7 @@ class Chain:
         last = (self.length // size * size, min(prompt_len - 1, self.length) // size * size)
         return {end for end in last if self.base(end) < end}
 
-    def ending(self, end: int) -> Span:
+    def ending(self, end: int) -> FileSpan:
         """Return the span of the ending after `end` tokens."""
         return self._span(self.base(end), end, "end")
 
@@ -101,19 +101,22 @@ class Chain:
         """Whether the model has attention."""
         return self._has_blocks
 
-    def _span(self, start: int, end: int, kind: str) -> Span:
+    def _span(self, start: int, end: int, kind: str) -> FileSpan:
         page = self.page(end) if kind == "end" else None
         blocks = self.blocks[start // self.block_size : end // self.block_size]
         key = self.blocks[end // self.block_size - 1] if self._has_blocks else self._keys.of(self._ids, end)
         ids = self._ids[start : end + self._ahead]
-        return Span(start, end, f"{key.hex()}.{kind}.safetensors", key, ids, tuple(blocks), page)
+        return FileSpan(start, end, f"{key.hex()}.{kind}.safetensors", key, ids, tuple(blocks), page)
 
 
 def missing_spans(
-    chain: Chain, has_block: Callable[[bytes], bool], has_page: Callable[[bytes], bool], has_file: Callable[[str], bool]
-) -> list[Span]:
+    chain: PrefixSpans,
+    has_block: Callable[[bytes], bool],
+    has_page: Callable[[bytes], bool],
+    has_file: Callable[[str], bool],
+) -> list[FileSpan]:
     """Return the files to read, in order, for the longest prefix that is completely in memory or in files."""
-    wanted: list[Span] = []
+    wanted: list[FileSpan] = []
     count = 0  # blocks
     for span in chain.segments():
         if not all(map(has_block, span.blocks)):

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from bateleur.runner.offload.copies import Copies
 from bateleur.runner.offload.disk_tier import DiskTier
-from bateleur.runner.offload.host_memory import HostMemory, HostSizes, Level
+from bateleur.runner.offload.host_memory import HostMemory, HostSizes, OffloadedRows
 from bateleur.runner.offload.rows import DeviceCache, PagedCache
 from bateleur.runner.requests.prefix_keys import PrefixKeys
 from bateleur.runner.requests.request import Request
@@ -18,7 +18,7 @@ from bateleur.runner.stats import OffloadStats
 class HostTier:
     """Host memory for KV blocks and states that were evicted from the device, and the disk tier below it."""
 
-    def __init__(self, blocks: Level | None, pages: Level | None, stats: OffloadStats) -> None:
+    def __init__(self, blocks: OffloadedRows | None, pages: OffloadedRows | None, stats: OffloadStats) -> None:
         """blocks, pages: rows of each kind; None if the model has no attention, or no recurrent layers."""
         self.blocks, self.pages, self.stats = blocks, pages, stats
         self.disk: DiskTier | None = None
@@ -33,10 +33,10 @@ class HostTier:
         rows = [each.rows.num_bytes for each in (cache.blocks, cache.pages) if each is not None]
         copies = Copies(device, max(rows))
 
-        def level(paged: PagedCache | None, count: int) -> Level | None:
+        def level(paged: PagedCache | None, count: int) -> OffloadedRows | None:
             if paged is None:
                 return None
-            return Level(paged, HostMemory(count, paged.rows.num_bytes, device), copies, stats)
+            return OffloadedRows(paged, HostMemory(count, paged.rows.num_bytes, device), copies, stats)
 
         return cls(level(cache.blocks, sizes.num_blocks), level(cache.pages, sizes.num_pages), stats)
 

@@ -36,7 +36,7 @@ def write_whole(path: Path, data: bytes) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Opened:
+class OpenFile:
     """An open file of `size` bytes that is read from start to end."""
 
     path: Path
@@ -52,7 +52,7 @@ class Opened:
 
 
 @contextmanager
-def opened_file(path: Path, *, follow: bool) -> Iterator[Opened]:
+def opened_file(path: Path, *, follow: bool) -> Iterator[OpenFile]:
     """Open a regular file for reading. follow: whether to accept a symbolic link.
 
     Raises PrefixRefused for any other file, and for every error while the file is open.
@@ -65,7 +65,7 @@ def opened_file(path: Path, *, follow: bool) -> Iterator[Opened]:
             os.close(number)
             raise PrefixRefused("unreadable", f"{path}: is not a regular file")
         with os.fdopen(number, "rb") as file:
-            yield Opened(path, file, at.st_size)
+            yield OpenFile(path, file, at.st_size)
     except FileNotFoundError as error:
         raise PrefixRefused("gone", f"{path}: {error.strerror}") from error
     except OSError as error:

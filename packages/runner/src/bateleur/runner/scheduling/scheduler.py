@@ -113,7 +113,7 @@ class Scheduler:
         self._queue_followers(request)
         if request.row >= 0:
             if self.prefixes is not None:
-                self.prefixes.left(request)
+                self.prefixes.offload(request)
             self.running.remove(request)
             self._release(request)
         elif request in self.fetching:
@@ -188,8 +188,8 @@ class Scheduler:
 
         ahead: whether a step is in flight. The table then has upper bounds of its results.
         """
-        if self.fetching and self.prefixes is not None and self.prefixes.below is not None:
-            for request in self.fetching.intersection(self.prefixes.below.arrived()):
+        if self.fetching and self.prefixes is not None and self.prefixes.offload_tiers is not None:
+            for request in self.fetching.intersection(self.prefixes.offload_tiers.arrived()):
                 self.fetching.remove(request)
                 self.waiting.add(request)
         self._must_wait = self._rows_that_wait() if ahead else set()
