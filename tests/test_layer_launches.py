@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from bateleur.metadata.backends.paged import TritonBackend
 from bateleur.runner import SamplingParams
-from bateleur.runner.models.residual import Residual
+from bateleur.runner.models.residual import ResidualLayer
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="fakes a device that this machine has")
 
@@ -51,15 +51,15 @@ def test_a_branch_has_one_operator_beside_its_mixer_and_one_for_its_activation(
     harness: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: dict[str, Counter[str]] = {}
-    add_to = Residual.add_to
+    add_to = ResidualLayer.add_to
 
-    def counted(residual: Residual, stream: Any, step: Any) -> None:
+    def counted(residual: ResidualLayer, stream: Any, step: Any) -> None:
         with Count() as count:
             add_to(residual, stream, step)
         kinds = "+".join(type(mixer).__name__ for _, mixer, _ in residual.parts)
         seen[kinds + (" norm last" if residual.norm_last else "")] = count.found  # the last step is a decode
 
-    monkeypatch.setattr(Residual, "add_to", counted)
+    monkeypatch.setattr(ResidualLayer, "add_to", counted)
     cuda = harness.FakeCuda(monkeypatch)
     cuda.run(cuda.make(), [[5]], [SamplingParams(max_tokens=3, ignore_eos=True, temperature=0)])
     assert {kind: found.total() for kind, found in seen.items()} == OPERATORS

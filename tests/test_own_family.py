@@ -17,7 +17,7 @@ import bateleur.runner
 from bateleur.mamba import Mamba2
 from bateleur.runner import LLM, SamplingParams
 from bateleur.runner.checkpoint.families import FAMILIES, Family
-from bateleur.runner.checkpoint.names import Form
+from bateleur.runner.checkpoint.names import StorageForm
 from bateleur.runner.models import HybridDecoder
 from bateleur.runner.models.spec import AttentionLayer, MambaLayer, MlpLayer, ModelSpec
 from eagle_doubles.drafters import ScriptedDrafter
@@ -48,7 +48,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, part in FAMILY.names(SPEC).items():
         shape = shapes[part.target].shape[1:]
         rows = shapes[part.target].shape[0] if part.rows is None else part.rows
-        full = (rows, 1, *shape) if part.form is Form.CONV else (rows, *shape)
+        full = (rows, 1, *shape) if part.form is StorageForm.CONV else (rows, *shape)
         scale = 1.0 if len(full) == 1 else 1.3 / full[-1] ** 0.5
         tensors[name] = torch.randn(full, generator=generator) * scale + ("norm" in name)
     save_file(tensors, path / "model.safetensors")

@@ -100,7 +100,7 @@ def test_k1_a_warm_up_launches_what_its_capture_launches(
     llm = make_llm(**GRAPHS, **long, attention_backend="triton")
     assert llm.engine.runner.graphs.manager is not None
     captured = {(name, key) for name, key, phase in launches.by_stage if phase is Phase.CAPTURE}
-    behind = {"EndSteps", "LentSteps", "ChainSteps", "ProposalSteps"}
+    behind = {"EndSteps", "DraftStateProducer", "ChainSteps", "ProposalSteps"}
     assert {name for name, _ in captured} == {"StepProducer"} | behind
     for name, key in captured:
         warm = launches.by_stage[name, key, Phase.WARMUP]

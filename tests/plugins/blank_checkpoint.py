@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from bateleur.runner.checkpoint.mtp import _names as mtp_names
-from bateleur.runner.checkpoint.names import Form, Names, resolve_layout
+from bateleur.runner.checkpoint.names import Names, StorageForm, resolve_layout
 from bateleur.runner.checkpoint.open import read_config
 from bateleur.runner.models import HybridDecoder
 from bateleur.runner.spec_decode.mtp_head import MtpHead
@@ -125,5 +125,5 @@ def _shapes(names: Names, weights: Mapping[str, Tensor], apart: bool) -> dict[st
             weight = weights["embedding"]
         weight = weight if part.expert is None else weight[part.expert]
         rows, *rest = (weight.shape[0] if part.rows is None else part.rows, *weight.shape[1:])
-        found[name] = part.stored or ((rows, 1, *rest) if part.form is Form.CONV else (rows, *rest))
+        found[name] = part.stored or ((rows, 1, *rest) if part.form is StorageForm.CONV else (rows, *rest))
     return found

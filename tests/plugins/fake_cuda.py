@@ -75,7 +75,7 @@ from bateleur.runner.models.spec import (
     ParallelLayer,
     RouterSpec,
 )
-from bateleur.runner.sampling.prompt_logprobs import Scored
+from bateleur.runner.sampling.prompt_logprobs import PendingPromptLogprobs
 from bateleur.runner.sampling.rejection_sampler import SamplerOutput
 from gpus import Gpus
 from quick_fakes import QuickFakes, leaves_of
@@ -493,7 +493,7 @@ def _drafts(fetch: Fetch) -> list[NDArray[Any]]:
     return [np.ones(shape, np.int64) for shape in fetch.shapes]  # type: ignore[attr-defined]
 
 
-def _append_blank(logprobs: LogprobsProcessor, scored: Scored) -> None:
+def _append_blank(logprobs: LogprobsProcessor, scored: PendingPromptLogprobs) -> None:
     """Replaces `LogprobsProcessor.append_prompt`: adds as many values as there would be."""
     for request, count in scored.requests:
         request.output.prompt_logprobs += [{} for _ in range(count)]

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bateleur.eagle import Keys, Lanes, Penalties, Role, SamplingMetadata, draw, gumbel, uniform
-from bateleur.eagle.draw import DRAW, Drawn
+from bateleur.eagle.draw import DRAW, SampledTokens
 from bateleur.eagle.rejection_sampler import COUPLED, verify
 from bateleur.eagle.rules import Coupled, Drafts, RejectionOutput, Rows
 from bateleur.eagle.sample import SAMPLE
@@ -133,7 +133,7 @@ def test_draws_have_the_noise_of_their_role_and_place(role: Role, reduced: bool,
     temperature = torch.tensor([0.0, 1.0]).repeat(4)[:num_rows]
     ids = torch.arange(size) * 3 if reduced else size
 
-    def drawn(where: torch.device, form: Callable[..., Drawn]) -> Drawn:
+    def drawn(where: torch.device, form: Callable[..., SampledTokens]) -> SampledTokens:
         row = torch.arange(num_rows, device=where)
         keys = Keys(row * 11, row + 5, (row % 3).to(where))
         lanes = Lanes.of(ids.to(where) if isinstance(ids, torch.Tensor) else ids, where)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from bateleur.eagle import Drawn, Keys, Lanes, Role, SamplingMetadata, argmax, draw, sample
+from bateleur.eagle import Keys, Lanes, Role, SampledTokens, SamplingMetadata, argmax, draw, sample
 from bateleur.eagle.sampling_metadata import thresholds_by_sort
 from bateleur.eagle.shard_truncation import shard_thresholds
 from bateleur.eagle.vocab_shard import VocabShard, float_of, order_of
@@ -23,7 +23,7 @@ def of(logits: Tensor, shard: VocabShard) -> Tensor:
 
 def drawn_together(
     logits: Tensor, metadata: SamplingMetadata, keys: Keys, num_ranks: int, role: Role = Role.TARGET
-) -> tuple[Drawn, Together]:
+) -> tuple[SampledTokens, Together]:
     """What every rank draws, which is the same, and what it told."""
     together = Together(num_ranks)
     parts = parts_of(logits.shape[1], together)

@@ -26,7 +26,7 @@ def cut(lens: Sequence[int], phases: Sequence[int], size: int) -> tuple[list[int
 
 
 @dataclass
-class Problem:
+class RecurrenceCase:
     """Arguments of all four operators over slots, for the same rows; `lens` may hold zeros, tokens may be padded."""
 
     lens: list[int]
@@ -38,7 +38,7 @@ class Problem:
     request_conv: Tensor | None = None
     request_conv_write: Tensor | None = None
 
-    def copy(self) -> Problem:
+    def copy(self) -> RecurrenceCase:
         request_conv = None if self.request_conv is None else self.request_conv.clone()
         return replace(self, conv=_clone(self.conv), ssm=_clone(self.ssm), request_conv=request_conv)
 
@@ -98,7 +98,7 @@ def build(
     dtype: torch.dtype = torch.float64,
     state_dtype: torch.dtype | None = None,
     seed: int = 0,
-) -> Problem:
+) -> RecurrenceCase:
     g = torch.Generator().manual_seed(seed)
 
     def rand(*shape: int, to: torch.dtype = dtype) -> Tensor:
@@ -125,7 +125,7 @@ def build(
     def i32(values: Sequence[int]) -> Tensor:
         return torch.tensor(values, dtype=torch.int32)
 
-    return Problem(
+    return RecurrenceCase(
         lens=list(lens),
         chunk_size=chunk_size,
         conv={
@@ -219,8 +219,8 @@ def make_layer() -> Callable[..., Layer]:
 
 
 @pytest.fixture(scope="session")
-def make() -> Callable[..., Problem]:
-    """Factory of `Problem`."""
+def make() -> Callable[..., RecurrenceCase]:
+    """Factory of `RecurrenceCase`."""
     return build
 
 

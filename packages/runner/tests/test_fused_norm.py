@@ -13,7 +13,7 @@ from torch import Tensor
 from bateleur.metadata.dispatch import load
 from bateleur.runner.models.norm import RMSNorm
 from bateleur.runner.models.operators import FORMS
-from bateleur.runner.models.stream import Stream
+from bateleur.runner.models.stream import ResidualStream
 
 triton = pytest.importorskip("triton", reason="triton is not installed")
 
@@ -105,7 +105,7 @@ def test_a_stream_adds_when_somebody_reads(narrow: bool) -> None:
     norm.weight.uniform_(0.5, 1.5)
     start, *terms = torch.randn(4, 3, 24).unbind()
     terms = [term.to(like.dtype) for term in terms]
-    stream, wanted = Stream(start.clone(), like.dtype), start.clone()
+    stream, wanted = ResidualStream(start.clone(), like.dtype), start.clone()
     stream.add(terms[0], 0.5)
     wanted.add_(terms[0], alpha=0.5)
     assert torch.equal(stream.normed(norm), norm(wanted.to(like.dtype)))

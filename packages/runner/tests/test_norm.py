@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from bateleur.metadata import native
 from bateleur.runner.models.mlp import activation
 from bateleur.runner.models.norm import RMSNorm
-from bateleur.runner.models.stream import Stream
+from bateleur.runner.models.stream import ResidualStream
 
 F32, BF16 = torch.float32, torch.bfloat16
 compiles = pytest.mark.skipif(native.unavailable_reason() is not None, reason="no compiler")
@@ -126,7 +126,7 @@ def test_what_is_kept_of_a_stream_stays(
     begin, terms = torch.randn(7, 24).to(stream), [torch.randn(7, 24).to(layers) for _ in range(5)]
 
     def run(kept: tuple[int, ...]) -> tuple[list[torch.Tensor], dict[int, torch.Tensor]]:
-        h, seen, looks = Stream(begin.clone(), layers), {}, []
+        h, seen, looks = ResidualStream(begin.clone(), layers), {}, []
         for index, term in enumerate(terms):
             if index in kept:
                 h.keep()

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from bateleur.eagle.adaptive import AdaptiveDrafts
 from bateleur.eagle.borrow import BorrowError, borrow_violations
 from bateleur.eagle.drafter import BoundedDrafter, DraftContext, Drafter, SamplingDrafter, TargetNeeds, distribution_of
-from bateleur.eagle.draw import Drawn, argmax, draw
+from bateleur.eagle.draw import SampledTokens, argmax, draw
 from bateleur.eagle.ngram import NGramDrafter
 from bateleur.eagle.noise import Keys, Lanes, Role, bits, gumbel, uniform
 from bateleur.eagle.penalties import Penalties
@@ -70,7 +70,7 @@ __all__ = [
     "DraftPolicy",
     "Drafter",
     "Drafts",
-    "Drawn",
+    "SampledTokens",
     "EagleSpeculator",
     "FixedDrafts",
     "Keys",

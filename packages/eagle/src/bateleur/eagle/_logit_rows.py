@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from bateleur.eagle.draw import Drawn
+from bateleur.eagle.draw import SampledTokens
 from bateleur.eagle.noise import Keys
 from bateleur.eagle.rules import Drafts, RejectionOutput, Rows
 
@@ -64,7 +64,7 @@ class LogitRows:
         """Return how many leading drafts of each request exist and passed their tests `passed_RK`, (R,) int64."""
         return (passed_RK & self.drafted).to(torch.int64).cumprod(1).sum(1)
 
-    def output(self, accepted_R: Tensor, last: Drawn) -> RejectionOutput:
+    def output(self, accepted_R: Tensor, last: SampledTokens) -> RejectionOutput:
         """Emit the accepted drafts and `last`, the sample of the row after them, unless that row is bad or missing."""
         end_R1 = accepted_R.unsqueeze(1)
         last_R = last.token_ids.masked_fill(last.bad | ~self.occupied, -1)

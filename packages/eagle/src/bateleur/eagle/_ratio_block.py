@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from bateleur.eagle._logit_rows import LogitRows
-from bateleur.eagle.draw import Drawn, argmax, draw
+from bateleur.eagle.draw import SampledTokens, argmax, draw
 from bateleur.eagle.log_normalizer import LogNormalizer, exact_sum
 from bateleur.eagle.noise import Keys, Lanes, Role, uniform
 from bateleur.eagle.rules import (
@@ -49,7 +49,7 @@ class _Case(NamedTuple):
     places: LogitRows
     distribution: DraftDistribution
     greedy: Tensor
-    best: Drawn
+    best: SampledTokens
     p: Tensor
     q: Tensor
     u: Tensor

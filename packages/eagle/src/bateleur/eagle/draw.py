@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 _library = Library("bateleur", "FRAGMENT")
 
 
-class Drawn(NamedTuple):
+class SampledTokens(NamedTuple):
     """One sampled token for each row of logits.
 
     token_ids: (R,) int64. In a bad row it is 0: a valid id to embed, but not a sample.
@@ -31,14 +31,14 @@ class Drawn(NamedTuple):
     bad: Tensor
 
 
-def argmax(logits: Tensor, shard: VocabShard | None = None) -> Drawn:
+def argmax(logits: Tensor, shard: VocabShard | None = None) -> SampledTokens:
     """Return the first maximum of every row of (R, V) floating logits; ties go to the lowest id.
 
     shard: the vocabulary shard of the logits; None for the whole vocabulary.
     """
     if shard is not None:
-        return Drawn(*shard.reduce_argmax(*logits.max(-1)))
-    return Drawn(*_argmax_rows(logits))
+        return SampledTokens(*shard.reduce_argmax(*logits.max(-1)))
+    return SampledTokens(*_argmax_rows(logits))
 
 
 def _argmax(logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -60,7 +60,7 @@ _argmax_rows = define_op(_library, _argmax, ARGMAX, mutates=(), fake=fake_token_
 
 def draw(
     logits: Tensor, temperature: Tensor, keys: Keys, role: Role = Role.TARGET, *, lanes: Lanes | None = None
-) -> Drawn:
+) -> SampledTokens:
     """Sample one token per row from softmax(logits), or take the argmax where the temperature is 0.
 
     logits: (R, V) float32, processed, and divided by the temperature in rows that sample; not written to.
@@ -81,7 +81,7 @@ def draw(
     return (DRAW.on(logits) if whole else _draw)(logits, temperature, keys, role, lanes)
 
 
-def _draw(logits: Tensor, temperature: Tensor, keys: Keys, role: Role, lanes: Lanes) -> Drawn:
+def _draw(logits: Tensor, temperature: Tensor, keys: Keys, role: Role, lanes: Lanes) -> SampledTokens:
     return argmax(perturbed(gumbel(keys, role, lanes), logits, temperature), lanes.shard)
 
 

@@ -186,7 +186,7 @@ class _Proposer:
         return self.drafts(chosen, kept, head.target_ids)
 
 
-class _Whole:
+class _UncachedTarget:
     """Adapts a `Function` to `CachedTarget`: keeps only the tokens, and computes the whole sequence in every step."""
 
     def __init__(self, function: Function) -> None:
@@ -204,7 +204,7 @@ class _Whole:
 
 
 def _held(target: Function | CachedTarget) -> CachedTarget:
-    return target if isinstance(target, CachedTarget) else _Whole(target)
+    return target if isinstance(target, CachedTarget) else _UncachedTarget(target)
 
 
 def _noise(request: Request, device: torch.device) -> tuple[Tensor, Tensor]:

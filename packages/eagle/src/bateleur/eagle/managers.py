@@ -91,7 +91,7 @@ class PrefillEagleCudaGraphManager(CudaGraphManager[DraftState, Tensor]):
         return self.lender.generation
 
 
-class LentSteps:
+class DraftStateProducer:
     """Stages steps of the target for draft passes: makes a `DraftState` of each captured state of the target.
 
     adopt: function from a captured state of the target to a `DraftState`. own: stages the drafter's own buffers.

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from bateleur.eagle._logit_rows import LogitRows
-from bateleur.eagle.draw import Drawn, argmax, draw
+from bateleur.eagle.draw import SampledTokens, argmax, draw
 from bateleur.eagle.noise import Lanes
 from bateleur.eagle.rules import Drafts, OneHot, RejectionOutput, Rows, Rule, apply_temperature
 from bateleur.eagle.sample import sample
@@ -71,7 +71,7 @@ def draw_draft(
     rule: Rule = Rule.COUPLED,
     place: int | Tensor = 0,
     lanes: Lanes | None = None,
-) -> Drawn:
+) -> SampledTokens:
     """Sample one draft token per row with the noise that `rule` needs; the argmax if the temperature is 0.
 
     logits: (R, Vd) floating, before the temperature; the same tensor is given to `Logits` if the rule needs it.

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.library import Library
 
 from bateleur.eagle import native
-from bateleur.eagle.draw import Drawn, argmax, fake_token_rows, perturbed
+from bateleur.eagle.draw import SampledTokens, argmax, fake_token_rows, perturbed
 from bateleur.eagle.noise import Keys, Lanes, Role, gumbel_, hashed, mixed, names, unit
 from bateleur.eagle.sampling_metadata import SamplingMetadata
 from bateleur.metadata.dispatch import Implementations, define_op, load
@@ -17,7 +17,7 @@ _library = Library("bateleur", "FRAGMENT")
 
 def sample(
     logits: Tensor, metadata: SamplingMetadata, keys: Keys, role: Role = Role.TARGET, *, lanes: Lanes | None = None
-) -> Drawn:
+) -> SampledTokens:
     """Sample one token per row: the tokens of `draw(metadata.apply(logits), ...)`, bit for bit.
 
     logits: (N, V) float32 or narrower; not written to.
@@ -36,20 +36,20 @@ def sample(
         return argmax(logits, None if lanes is None else lanes.shard)
     lanes = Lanes.of(logits.shape[1], logits.device) if lanes is None else lanes
     if lanes.shard is not None:
-        drawn: Drawn = load("bateleur.eagle.shard_sampling:sample_shard")(
+        drawn: SampledTokens = load("bateleur.eagle.shard_sampling:sample_shard")(
             logits, metadata, keys, role, lanes, lanes.shard
         )
         return drawn
     return SAMPLE.on(logits)(logits, metadata, keys, role, lanes)
 
 
-def _drawn(logits: Tensor, metadata: SamplingMetadata, keys: Keys, role: Role, lanes: Lanes) -> Drawn:
+def _drawn(logits: Tensor, metadata: SamplingMetadata, keys: Keys, role: Role, lanes: Lanes) -> SampledTokens:
     name = names(keys, role)
     if metadata.penalties is not None:
         logits, metadata = metadata.penalties.apply(logits), SamplingMetadata(metadata.host, metadata.values)
     # Not in `Implementations`: the torch form uses `metadata.host`, which an operator cannot take.
     if native.takes(logits):
-        return Drawn(*_sample_rows(logits, metadata.values, lanes.words, keys.seed, name))
+        return SampledTokens(*_sample_rows(logits, metadata.values, lanes.words, keys.seed, name))
     return argmax(_whole(logits, metadata, lanes.words, keys.seed, name))
 
 

@@ -5,7 +5,7 @@ Legend for shapes: N logit rows, L tokens of the shard.
 
 from torch import Tensor
 
-from bateleur.eagle.draw import Drawn, perturbed
+from bateleur.eagle.draw import SampledTokens, perturbed
 from bateleur.eagle.noise import Keys, Lanes, Role, gumbel_, hashed, mixed, names, unit
 from bateleur.eagle.rules import apply_temperature
 from bateleur.eagle.sampling_metadata import TEMPERATURE, SamplingMetadata, mask_truncated_
@@ -16,14 +16,16 @@ from bateleur.metadata.dispatch import Implementations
 
 def sample_shard(
     logits: Tensor, metadata: SamplingMetadata, keys: Keys, role: Role, lanes: Lanes, shard: VocabShard
-) -> Drawn:
+) -> SampledTokens:
     """Sample one token per row from the logits (N, L) of a vocabulary shard. All ranks return the same tokens."""
     name = names(keys, role)
     if metadata.penalties is not None:
         logits, metadata = metadata.penalties.apply(logits), SamplingMetadata(metadata.host, metadata.values)
     least, last = shard_thresholds(logits, metadata, shard) if metadata.truncates(shard.vocab_size) else (None, None)
     find = PERTURBED_MAX.on(logits)
-    return Drawn(*shard.reduce_argmax(*find(logits, metadata.values, least, last, lanes.words, keys.seed, name)))
+    return SampledTokens(
+        *shard.reduce_argmax(*find(logits, metadata.values, least, last, lanes.words, keys.seed, name))
+    )
 
 
 def _perturbed_max(

@@ -31,7 +31,12 @@ from bateleur.eagle.full_proposal import FullProposal, can_follow
 from bateleur.eagle.geometry import draft_max_seq_len, stage_first
 from bateleur.eagle.heads.eagle3 import Eagle3Head
 from bateleur.eagle.heads.spec import Head, SharedHead
-from bateleur.eagle.managers import DecodeEagleCudaGraphManager, DraftGraphs, LentSteps, PrefillEagleCudaGraphManager
+from bateleur.eagle.managers import (
+    DecodeEagleCudaGraphManager,
+    DraftGraphs,
+    DraftStateProducer,
+    PrefillEagleCudaGraphManager,
+)
 from bateleur.eagle.native.chain import NativeChain
 from bateleur.eagle.passes import DraftPasses, DraftState, refresh_of
 from bateleur.eagle.rules import Coupled, DraftDistribution, Logits, Rule
@@ -230,7 +235,7 @@ class EagleSpeculator:
             self.prefill = PrefillEagleCudaGraphManager(
                 attn_states, self._graphs.backend, keys=keys, checks=self._graphs.checks
             )
-            lent = LentSteps(self.prefill.lender, self._adopt, self.steps)
+            lent = DraftStateProducer(self.prefill.lender, self._adopt, self.steps)
             self.prefill.capture(lent, self._passes.first, keep_going=keep_going)
         self.decode.capture(self.steps, self._passes.chain, keep_going=keep_going)
 

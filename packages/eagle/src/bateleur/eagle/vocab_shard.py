@@ -89,7 +89,7 @@ class VocabShard:
 
     def reduce_argmax(self, value_N: Tensor, lane_N: Tensor) -> tuple[Tensor, Tensor]:
         """Return the first maximum of all shards: token ids (N,) int64, and whether the row is bad, (N,) bool, as in
-        `Drawn`.
+        `SampledTokens`.
 
         value_N: (N,) floating, no wider than float32: the maximum of this shard, NaN if the row holds one, -inf if no
             value is above -inf.

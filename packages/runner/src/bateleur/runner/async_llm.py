@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from bateleur.runner.engine.input_processor import Prompt
-from bateleur.runner.engine_thread import EngineThread, Reader
+from bateleur.runner.engine_thread import EngineThread, OutputReader
 from bateleur.runner.errors import EngineDead
 from bateleur.runner.llm import LLM
 from bateleur.runner.lora.adapter_manager import LoRARequest
@@ -111,8 +111,8 @@ class AsyncLLM:
         request_ids: Sequence[str | None] | None = None,
         priority: int = 0,
         lora_request: LoRARequest | None = None,
-    ) -> Reader:
-        """Queue requests, all or none, and return the `Reader` of their outputs. Call `abort_unfinished` at the end."""
+    ) -> OutputReader:
+        """Queue requests, all or none, and return the `OutputReader` of their outputs. Call `abort_unfinished` at the end."""
         self.llm.check_process()
         if (dead := self._thread.ended) is not None:
             raise EngineDead(*dead.args) from self.error
@@ -139,7 +139,7 @@ class AsyncLLM:
         except BaseException:
             self._thread.release(names)
             raise
-        reader = Reader(requests)
+        reader = OutputReader(requests)
         queued = self._thread.add(requests, reader)
         if lora_request is not None:  # which is loaded now
             try:
@@ -149,7 +149,7 @@ class AsyncLLM:
                 raise
         return reader
 
-    def abort_unfinished(self, reader: Reader) -> None:
+    def abort_unfinished(self, reader: OutputReader) -> None:
         """Abort the requests of a reader that have not ended."""
         if reader.unfinished:
             self._thread.abort(reader.unfinished)

@@ -27,7 +27,7 @@ _EXIT_SECONDS = 1.0
 _log = logging.getLogger(__name__)
 
 
-class Reader:
+class OutputReader:
     """Outputs of one caller's requests, passed to its event loop.
 
     If a request produces outputs faster than they are read, they are merged, so that at most one per request is queued.
@@ -114,7 +114,7 @@ class EngineThread(Thread):
         """The exception that ended the engine."""
         self.ended: EngineDead | None = None
         """The error for requests after the end; None before."""
-        self._readers: dict[str, Reader] = {}
+        self._readers: dict[str, OutputReader] = {}
         self._inbox: deque[tuple[Callable[[], None], Callable[[EngineDead], None]]] = deque()
         self._lock = Lock()  # makes checking `ended` and posting to the inbox one operation
         self._wake = Event()
@@ -134,7 +134,7 @@ class EngineThread(Thread):
 
     # --- from any thread ----------------------------------------------------------------------------------
 
-    def add(self, requests: list[RequestGroup], reader: Reader) -> Future[None]:
+    def add(self, requests: list[RequestGroup], reader: OutputReader) -> Future[None]:
         """Run these requests and report to this reader. No other request may have their ids.
 
         The future ends when they are queued. It raises the ValueError of a LoRA adapter that can't be loaded.
@@ -252,7 +252,7 @@ class EngineThread(Thread):
 
     def _deliver(self, outputs: Iterable[RequestOutput]) -> None:
         """Pass outputs to their readers, and wake each event loop once."""
-        asleep: dict[asyncio.AbstractEventLoop, list[Reader]] = {}
+        asleep: dict[asyncio.AbstractEventLoop, list[OutputReader]] = {}
         for output in outputs:
             reader = self._readers.get(output.request_id)
             if reader is None:
@@ -265,7 +265,9 @@ class EngineThread(Thread):
             if not _wake_all(loop, readers):
                 self.abort(name for name, reader in self._readers.items() if reader.loop is loop)
 
-    def _add(self, requests: list[RequestGroup], names: tuple[str, ...], reader: Reader, queued: Future[None]) -> None:
+    def _add(
+        self, requests: list[RequestGroup], names: tuple[str, ...], reader: OutputReader, queued: Future[None]
+    ) -> None:
         self._readers |= dict.fromkeys(names, reader)
         try:
             self.llm.add_prepared(*requests)
@@ -285,7 +287,7 @@ class EngineThread(Thread):
         del self._readers[name]
         self.admission_limit.release(name)
 
-    def _refuse(self, names: tuple[str, ...], reader: Reader, dead: EngineDead) -> None:
+    def _refuse(self, names: tuple[str, ...], reader: OutputReader, dead: EngineDead) -> None:
         self.release(names)
         if reader.fail(dead):
             _wake_all(reader.loop, [reader])
@@ -316,7 +318,7 @@ def _set(future: Future[None], error: Exception | None) -> None:
         future.set_exception(error)
 
 
-def _wake_all(loop: asyncio.AbstractEventLoop, readers: list[Reader]) -> bool:
+def _wake_all(loop: asyncio.AbstractEventLoop, readers: list[OutputReader]) -> bool:
     """Schedule `wake` in an event loop. Returns False if the loop was closed."""
     try:
         loop.call_soon_threadsafe(_wake, readers)
@@ -325,7 +327,7 @@ def _wake_all(loop: asyncio.AbstractEventLoop, readers: list[Reader]) -> bool:
     return True
 
 
-def _wake(readers: list[Reader]) -> None:
+def _wake(readers: list[OutputReader]) -> None:
     for reader in readers:
         reader.wake()
 

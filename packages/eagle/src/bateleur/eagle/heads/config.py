@@ -32,7 +32,7 @@ _LLAMA_DEFAULTS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Described:
+class ParsedHeadConfig:
     """A parsed `config.json` of a head."""
 
     layout: Layout
@@ -50,7 +50,9 @@ class _Source:
     head: Fields
 
 
-def describe(config: dict[str, Any], names: Collection[str], target: TargetInfo, layer_ids: LayerIds) -> Described:
+def describe(
+    config: dict[str, Any], names: Collection[str], target: TargetInfo, layer_ids: LayerIds
+) -> ParsedHeadConfig:
     """Read the configuration of a head in any layout; `names` are the checkpoint's tensors, prefixes removed.
 
     Raises:
@@ -67,7 +69,7 @@ def describe(config: dict[str, Any], names: Collection[str], target: TargetInfo,
     sizes = _sizes(source, names, target)
     if source.eagle3:
         return _read_eagle3(source, sizes, target, layer_ids)
-    return Described(source.layout, _read_eagle1(source, sizes, target))
+    return ParsedHeadConfig(source.layout, _read_eagle1(source, sizes, target))
 
 
 def _find(config: dict[str, Any], names: Collection[str]) -> _Source:
@@ -160,7 +162,7 @@ def _read_eagle1(source: _Source, sizes: dict[str, Any], target: TargetInfo) -> 
     return HeadSpec(kind="eagle1", draft_vocab_size=vocab, needs=TargetNeeds(hidden=True), **sizes)
 
 
-def _read_eagle3(source: _Source, sizes: dict[str, Any], target: TargetInfo, layer_ids: LayerIds) -> Described:
+def _read_eagle3(source: _Source, sizes: dict[str, Any], target: TargetInfo, layer_ids: LayerIds) -> ParsedHeadConfig:
     head, nested = source.head, source.head.inner("eagle_config")
 
     def switch(name: str, default: bool = False) -> bool:
@@ -190,7 +192,7 @@ def _read_eagle3(source: _Source, sizes: dict[str, Any], target: TargetInfo, lay
         norm_before_residual=switch("norm_before_residual", source.layout == "speculators"),
         **sizes,
     )
-    return Described(source.layout, spec, tuple(notes))
+    return ParsedHeadConfig(source.layout, spec, tuple(notes))
 
 
 def _taps(head: Fields, nested: Fields, target: TargetInfo, layer_ids: LayerIds) -> tuple[tuple[int, ...], list[str]]:

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra import libdevice
 
-from bateleur.eagle.draw import Drawn
+from bateleur.eagle.draw import SampledTokens
 from bateleur.eagle.kernels.penalties import NATIVE, arguments, penalised, penalties_of
 from bateleur.eagle.kernels.truncation import truncation_thresholds
 from bateleur.eagle.noise import Keys, Lanes, Role, names
@@ -213,22 +213,24 @@ def coupled(
     return _launch(logits, drafts.tokens.contiguous(), rows, lanes, metadata)
 
 
-def sample(logits: Tensor, metadata: SamplingMetadata, keys: Keys, role: Role, lanes: Lanes) -> Drawn:
+def sample(logits: Tensor, metadata: SamplingMetadata, keys: Keys, role: Role, lanes: Lanes) -> SampledTokens:
     """Sample one token per row, as `bateleur.eagle.sample`: verification of rows that have no draft."""
-    return _of_singles(logits, _Singles(keys.seed, names(keys, role), metadata.temperature), lanes, metadata)
+    return _of_singles(logits, _SingleRowRequests(keys.seed, names(keys, role), metadata.temperature), lanes, metadata)
 
 
-def draw(logits: Tensor, temperature: Tensor, keys: Keys, role: Role, lanes: Lanes) -> Drawn:
+def draw(logits: Tensor, temperature: Tensor, keys: Keys, role: Role, lanes: Lanes) -> SampledTokens:
     """Sample one token per row in two launches, as `bateleur.eagle.draw`."""
-    return _of_singles(logits, _Singles(keys.seed, names(keys, role), temperature), lanes, None)
+    return _of_singles(logits, _SingleRowRequests(keys.seed, names(keys, role), temperature), lanes, None)
 
 
-def _of_singles(logits: Tensor, rows: _Singles, lanes: Lanes, metadata: SamplingMetadata | None) -> Drawn:
+def _of_singles(
+    logits: Tensor, rows: _SingleRowRequests, lanes: Lanes, metadata: SamplingMetadata | None
+) -> SampledTokens:
     output = _launch(logits, rows.seeds.new_empty(len(logits), 0), rows, lanes, metadata)
-    return Drawn(output.tokens[:, 0], output.bad)
+    return SampledTokens(output.tokens[:, 0], output.bad)
 
 
-class _Singles(NamedTuple):
+class _SingleRowRequests(NamedTuple):
     """Requests with one logit row each, in place of `Rows`. first_position: the result of `bateleur.eagle.noise.names`,
     which packs position, place and role into one number.
     """
@@ -239,7 +241,11 @@ class _Singles(NamedTuple):
 
 
 def _launch(
-    logits: Tensor, drafts: Tensor, rows: Rows | _Singles, lanes: Lanes | None, metadata: SamplingMetadata | None
+    logits: Tensor,
+    drafts: Tensor,
+    rows: Rows | _SingleRowRequests,
+    lanes: Lanes | None,
+    metadata: SamplingMetadata | None,
 ) -> RejectionOutput:
     if logits.stride(1) != 1:
         raise ValueError(f"logits: strides {logits.stride()} must be dense in the last dimension")
@@ -254,8 +260,8 @@ def _launch(
     out = torch.empty(num_reqs, places, dtype=torch.int64, device=device)
     emitted = torch.empty(num_reqs, dtype=torch.int64, device=device)
     bad = torch.empty(num_reqs, dtype=torch.bool, device=device)
-    single = isinstance(rows, _Singles)
-    starts = out if isinstance(rows, _Singles) else rows.query_start_loc.contiguous()
+    single = isinstance(rows, _SingleRowRequests)
+    starts = out if isinstance(rows, _SingleRowRequests) else rows.query_start_loc.contiguous()
     seeds, first = rows.seeds.contiguous(), rows.first_position.contiguous()
     values = least = last = best  # placeholders, not read without metadata or truncation
     truncates = metadata is not None and metadata.truncates(size)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from bateleur.mamba.conformance.mixed_batches import check_schedule
-from bateleur.mamba.conformance.problem import Problem, Step, broken
+from bateleur.mamba.conformance.problem import RecurrenceCase, Step, broken
 from bateleur.mamba.conformance.replay_and_fold import check_rings
 from bateleur.mamba.conformance.scan_and_update import check_scan, check_update
 from bateleur.mamba.recurrence import Recurrence
@@ -67,11 +67,11 @@ def check_recurrence(
     if ring_capacity < 1 + 2 * drafts:
         raise ValueError(f"ring_capacity is {ring_capacity}; it must be at least 1 + 2 * drafts = {1 + 2 * drafts}")
     allowed = _TOLERANCES.get(spec.conv_dtype, 0.05) if tolerance is None else tolerance
-    problems: list[Problem] = []
+    problems: list[RecurrenceCase] = []
 
-    def of(policy: StatePolicy, k: int) -> Problem:
+    def of(policy: StatePolicy, k: int) -> RecurrenceCase:
         variant = replace(spec, policy=policy, num_speculative_tokens=k)
-        problems.append(Problem(variant, step, allowed, device, seed + len(problems)))
+        problems.append(RecurrenceCase(variant, step, allowed, device, seed + len(problems)))
         return problems[-1]
 
     parts = [("declaration", lambda: check_declaration(spec)), *_parts(of, drafts, ring_capacity, prompt_scan)]
@@ -81,7 +81,9 @@ def check_recurrence(
     return RecurrenceReport(dict(calls), sum(problem.compared for problem in problems))
 
 
-def _parts(of: Callable[[StatePolicy, int], Problem], drafts: int, capacity: int, scan: PromptScan) -> list[Part]:
+def _parts(
+    of: Callable[[StatePolicy, int], RecurrenceCase], drafts: int, capacity: int, scan: PromptScan
+) -> list[Part]:
     """Return the parts of the check in order, simple ones first."""
     slots, fold = StatePolicy.SLOTS, StatePolicy.FOLD
     return [

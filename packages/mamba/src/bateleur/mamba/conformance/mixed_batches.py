@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from bateleur.mamba.conformance.aliases import check_aliases
-from bateleur.mamba.conformance.problem import Problem, Tokens
+from bateleur.mamba.conformance.problem import RecurrenceCase, Tokens
 from bateleur.mamba.fold_cache import FoldCache
 from bateleur.mamba.metadata import MambaMetadata
 from bateleur.mamba.mixer import Mixer, MixerBatch
@@ -29,7 +29,7 @@ _PROMPTS = (7, 12, 6)
 Commit = Callable[[Sequence[int]], Tensor]
 
 
-def check_schedule(problem: Problem, ring_capacity: int, prompt_scan: PromptScan = PromptScan.OWN) -> None:
+def check_schedule(problem: RecurrenceCase, ring_capacity: int, prompt_scan: PromptScan = PromptScan.OWN) -> None:
     """Run random requests in mixed batches, with chunked prefills and rejected drafts, and compare with `_alone`."""
     spec, device = problem.spec, problem.device
     act = {"least": spec.compute_dtype}
@@ -60,7 +60,7 @@ def _parts(tokens: Tokens) -> tuple[Tensor, ...]:
     return (tokens.channels, *tokens.gates)
 
 
-def _alone(problem: Problem, mixer: Mixer, tokens: Tokens) -> list[Tensor]:
+def _alone(problem: RecurrenceCase, mixer: Mixer, tokens: Tokens) -> list[Tensor]:
     """Return the outputs of one request that runs alone, token by token."""
     keep = mixer.spec.conv_width - 1
     line = torch.cat([torch.zeros(keep, mixer.spec.conv_dim), tokens.channels.cpu()]).double()
@@ -74,7 +74,7 @@ def _alone(problem: Problem, mixer: Mixer, tokens: Tokens) -> list[Tensor]:
 
 
 def _play(
-    problem: Problem,
+    problem: RecurrenceCase,
     cache: FoldCache | _SlotCache,
     layout: CacheLayout,
     table: Tensor,
@@ -118,7 +118,7 @@ def _step(
 
 
 def _batch(
-    problem: Problem, inputs: list[Tokens], who: list[int], computed: list[int], lens: list[int], kept: list[int]
+    problem: RecurrenceCase, inputs: list[Tokens], who: list[int], computed: list[int], lens: list[int], kept: list[int]
 ) -> Tokens:
     """Return the tokens of a step of requests `who`; tokens after the first `kept`, to be rejected, are random."""
     flat, at = [torch.cat(parts) for parts in zip(*map(_parts, inputs), strict=True)], []

@@ -44,7 +44,7 @@ class Tokens:
         return Tokens(views[0], tuple(gates))
 
 
-class Problem:
+class RecurrenceCase:
     """A recurrence to check, its function `step` of one token, a random generator, and counts of calls and tokens."""
 
     def __init__(self, spec: Recurrence, step: Step, tolerance: float, device: str, seed: int) -> None:

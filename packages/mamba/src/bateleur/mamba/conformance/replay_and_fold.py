@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from bateleur.mamba.conformance.aliases import check_aliases
-from bateleur.mamba.conformance.problem import Problem, Tokens, broken, require_unchanged
+from bateleur.mamba.conformance.problem import RecurrenceCase, Tokens, broken, require_unchanged
 from bateleur.mamba.conformance.scan_and_update import decode_rows
 from bateleur.mamba.metadata import MambaMetadata
 from bateleur.mamba.planners import ReplayPlan
@@ -32,7 +32,7 @@ class _Request:
         return len(self.states[0]) - 1
 
 
-def check_rings(problem: Problem, drafts: int, capacity: int) -> None:
+def check_rings(problem: RecurrenceCase, drafts: int, capacity: int) -> None:
     """Run steps until rings of every length and every number of accepted tokens occurred."""
     run = _Run(problem, drafts, capacity)
     todo = {f"{a} of {q}" for q in range(1, 2 + drafts) for a in range(1, 1 + q)}
@@ -48,7 +48,7 @@ def check_rings(problem: Problem, drafts: int, capacity: int) -> None:
 class _Run:
     """State and ring tensors of two layers, NaN where nothing was written, and their expected contents."""
 
-    def __init__(self, problem: Problem, drafts: int, capacity: int) -> None:
+    def __init__(self, problem: RecurrenceCase, drafts: int, capacity: int) -> None:
         self.problem, self.drafts, self.capacity = problem, drafts, capacity
         self.rng, self.free = Random(1), list(range(_SLOTS - 1, 0, -1))
         spec, rows = problem.spec, 2 + _REQUESTS  # one row of the rings is unused

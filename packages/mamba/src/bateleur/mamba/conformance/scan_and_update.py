@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from bateleur.mamba.conformance.aliases import check_aliases
-from bateleur.mamba.conformance.problem import Problem, Tokens, require_unchanged
+from bateleur.mamba.conformance.problem import RecurrenceCase, Tokens, require_unchanged
 from bateleur.mamba.metadata import MambaMetadata
 from bateleur.mamba.planners import ReplayPlan, SlotPlan
 from bateleur.mamba.prefill_chunks import PrefillChunker, PrefillChunks
@@ -20,7 +20,7 @@ _CUTS = ((5, 1), (5, 2), (7, 3), (6, 4), (16, 5), (16, 8), (16, 16))
 """Block and chunk sizes: rows start and end inside of both, and some chunks have one token."""
 
 
-def check_scan(problem: Problem, prompt_scan: PromptScan = PromptScan.OWN) -> None:
+def check_scan(problem: RecurrenceCase, prompt_scan: PromptScan = PromptScan.OWN) -> None:
     """Check outputs and states of prefills of different lengths, for several block and chunk sizes."""
     params, tokens = problem.params(), problem.tokens(sum(_LENS))
     starts = np.add.accumulate([0, *_LENS]).astype(np.int32)
@@ -55,7 +55,9 @@ def _table(layout: CacheLayout, device: str) -> Tensor:
     return table.to(device)
 
 
-def _check_chunks(problem: Problem, state: Tensor, chunks: PrefillChunks, truth: list[list[Tensor]], what: str) -> None:
+def _check_chunks(
+    problem: RecurrenceCase, state: Tensor, chunks: PrefillChunks, truth: list[list[Tensor]], what: str
+) -> None:
     """Check the stored state after each chunk; truth: states of each row, before and after its tokens."""
     first = chunks.query_start_loc.tolist()
     ends, rows = chunks.chunk_start_loc.tolist()[1:], chunks.chunk_row.tolist()
@@ -65,7 +67,7 @@ def _check_chunks(problem: Problem, state: Tensor, chunks: PrefillChunks, truth:
             problem.close(state[slot], truth[row][done], f"{what}: the state of row {row} after {done} tokens")
 
 
-def check_update(problem: Problem, drafts: int) -> None:
+def check_update(problem: RecurrenceCase, drafts: int) -> None:
     """Check `update` (decodes under SLOTS) with one token, different and equal numbers of tokens per request."""
     width, none = 1 + drafts, [0] * (1 + drafts)
     pages = count(10)
@@ -92,7 +94,7 @@ def check_update(problem: Problem, drafts: int) -> None:
 
 
 def _update(
-    problem: Problem,
+    problem: RecurrenceCase,
     params: Tensors,
     tokens: Tokens,
     lens: list[int],

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from bateleur.runner.checkpoint.families import FAMILIES
 from bateleur.runner.checkpoint.families.base import MtpNames
 from bateleur.runner.checkpoint.kv_cache import read_kv_scales
-from bateleur.runner.checkpoint.names import Names, Part, resolve_layout
+from bateleur.runner.checkpoint.names import Names, WeightPart, resolve_layout
 from bateleur.runner.checkpoint.open import Checkpoint, read_config
 from bateleur.runner.checkpoint.tensors import TensorEntry
 from bateleur.runner.models.spec import ModelSpec
@@ -66,7 +66,7 @@ def _names(theirs: Names, mtp: MtpNames, spec: ModelSpec) -> Names:
     """Return the weight names of the head. theirs: names of a decoder with the head's layers. mtp: other names."""
     (embedding,) = (name for name, part in theirs.items() if part.target == "embedding")
     stem = embedding.rsplit(".", 2)[0] + "."
-    names: Names = {f"{_PREFIX}{mtp.fc}.weight": Part("fc_proj")}
+    names: Names = {f"{_PREFIX}{mtp.fc}.weight": WeightPart("fc_proj")}
     for name, part in theirs.items():
         if part.target == "final_norm":
             final = mtp.final_norm.format(last=spec.num_layers - 1)

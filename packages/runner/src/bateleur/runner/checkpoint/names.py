@@ -23,7 +23,7 @@ from bateleur.runner.models.spec import (
 )
 
 
-class Form(Enum):
+class StorageForm(Enum):
     """Storage form of a weight in a checkpoint: plain, or a function of the weight."""
 
     PLAIN = "plain"
@@ -37,21 +37,21 @@ class Form(Enum):
     def read(self, tensor: Tensor) -> Tensor:
         """Return the weight for a stored tensor. Computed weights are float32, so that they are rounded once."""
         match self:
-            case Form.A_LOG:
+            case StorageForm.A_LOG:
                 return -torch.exp(tensor.float())
-            case Form.LESS_ONE:
+            case StorageForm.LESS_ONE:
                 return 1.0 + tensor.float()
         return tensor
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class WeightPart:
     """A part of a weight that one tensor fills: rows [start, start + rows) of weight `target`; `rows` None: all."""
 
     target: str
     start: int = 0
     rows: int | None = None
-    form: Form = Form.PLAIN
+    form: StorageForm = StorageForm.PLAIN
     pieces: tuple[tuple[int, int], ...] = ()
     """If rows are stored group by group: the rows [first, end) of a group, in the order of the weight, which has the
     first piece of every group, then the second one of every group."""
@@ -65,7 +65,7 @@ class Part:
     """Whether the last two axes are swapped in the file."""
     expert: int | None = None
     """Index of the expert whose matrix this is; None means all experts."""
-    instead: Mapping[str, Part] = field(default_factory=dict)
+    instead: Mapping[str, WeightPart] = field(default_factory=dict)
     """What fills the same weight in files of another layout, which lack this name."""
 
     def row_order(self, count: int) -> Tensor | None:
@@ -93,13 +93,13 @@ class Part:
             tensor = tensor.float() * self.row_factors(len(tensor)).view(-1, *[1] * (tensor.ndim - 1))
         return tensor
 
-    def placed(self, source: str, target: str) -> Part:
+    def placed(self, source: str, target: str) -> WeightPart:
         """Return the part with a prefix added to names in files (`source`) and to names of weights (`target`)."""
         instead = {source + name: part.placed(source, target) for name, part in self.instead.items()}
         return replace(self, target=target + self.target, instead=instead)
 
 
-Names = dict[str, Part]
+Names = dict[str, WeightPart]
 """Checkpoint tensor names and the parts that they fill."""
 Called = tuple[str, str]
 """Names of a branch and of the norm before it."""
@@ -128,7 +128,7 @@ class ExpertNames:
 
 
 @dataclass(frozen=True, slots=True)
-class OwnNames:
+class LayerTensorNames:
     """Tensor names of a layer type for which families use different names."""
 
     called: Called
@@ -136,7 +136,7 @@ class OwnNames:
     """Returns the names of a layer, after the name of the branch."""
 
 
-Call = Called | ExpertNames | OwnNames
+Call = Called | ExpertNames | LayerTensorNames
 MIXERS: Mapping[type[SingleLayer], Call] = {
     AttentionLayer: ("self_attn", "input_layernorm"),
     MambaLayer: ("mamba", "input_layernorm"),
@@ -146,7 +146,7 @@ MIXERS: Mapping[type[SingleLayer], Call] = {
 
 def weight_names(
     spec: ModelSpec,
-    mlp: Called | OwnNames,
+    mlp: Called | LayerTensorNames,
     mixers: Mapping[type[SingleLayer], Call] = MIXERS,
     *,
     stem: str = "model",
@@ -159,9 +159,9 @@ def weight_names(
     mlp, mixers: names of the branches. fused_mlp: whether gate and up are one tensor in the file.
     """
     names: Names = {
-        f"{stem}.{embedding}.weight": Part("embedding"),
-        f"{stem}.{final_norm}.weight": Part("final_norm"),
-        "lm_head.weight": Part("lm_head"),
+        f"{stem}.{embedding}.weight": WeightPart("embedding"),
+        f"{stem}.{final_norm}.weight": WeightPart("final_norm"),
+        "lm_head.weight": WeightPart("lm_head"),
     }
     for i, layer in enumerate(spec.layers):
         source, parts = f"{stem}.layers.{i // spec.branches_per_layer}.", parts_of(layer)
@@ -169,7 +169,7 @@ def weight_names(
             called = mlp if isinstance(mixer, MlpLayer) else mixers[type(mixer)]
             target = f"layers.{i}.{j}." if isinstance(layer, ParallelLayer) else f"layers.{i}."
             norm, named = _layer_names(mixer, called, fused_mlp)
-            names[f"{source}{norm}.weight"] = Part(f"layers.{i}.input_norm")
+            names[f"{source}{norm}.weight"] = WeightPart(f"layers.{i}.input_norm")
             names |= {source + name: part.placed(source, target) for name, part in named.items()}
     return names
 
@@ -201,9 +201,9 @@ def with_prefix(tensors: Mapping[str, TensorEntry], names: Names) -> Mapping[str
 
 def cut_evenly(names: Names, tensors: Mapping[str, TensorEntry]) -> Names:
     """Return the names, adapted to files that split a joined convolution into equal parts, as transformers saves it."""
-    stacks: dict[str, dict[str, Part]] = {}
+    stacks: dict[str, dict[str, WeightPart]] = {}
     for name, part in names.items():
-        if part.form is Form.CONV and part.rows is not None:
+        if part.form is StorageForm.CONV and part.rows is not None:
             stacks.setdefault(part.target, {})[name] = part
     moved: Names = {}
     for parts in stacks.values():
@@ -218,7 +218,7 @@ def norms_less_one(names: Names) -> Names:
     """Return the names, for files with norm weights w - 1 in place of w (residual stream, queries and keys)."""
     norms = ("input_norm", "output_norm", "final_norm", "q_norm", "k_norm")
     stored = {name: part for name, part in names.items() if part.target.rpartition(".")[2] in norms}
-    return names | {name: replace(part, form=Form.LESS_ONE) for name, part in stored.items()}
+    return names | {name: replace(part, form=StorageForm.LESS_ONE) for name, part in stored.items()}
 
 
 def _layer_names(layer: SingleLayer, called: Call, fused_mlp: bool) -> tuple[str, Names]:
@@ -226,7 +226,7 @@ def _layer_names(layer: SingleLayer, called: Call, fused_mlp: bool) -> tuple[str
     if isinstance(called, ExpertNames):
         assert isinstance(layer, ExpertsLayer)
         return called.norm, _expert_names(layer, called, fused_mlp)
-    if isinstance(called, OwnNames):
+    if isinstance(called, LayerTensorNames):
         branch, norm = called.called
         return norm, _behind(branch, called.names(layer))
     assert isinstance(layer, AttentionLayer | MlpLayer | MambaLayer)
@@ -241,16 +241,16 @@ def _behind(branch: str, names: Names) -> Names:
 def _expert_names(layer: ExpertsLayer, names: ExpertNames, fused_mlp: bool) -> Names:
     count, inner = layer.num_experts, layer.intermediate_size
     found = {
-        names.router: Part("router_proj", instead=_instead("router_proj", names.other_router)),
-        names.up: Part("up_proj", instead=_instead("up_proj", names.other_up, count, inner)),
-        names.down: Part("down_proj", instead=_instead("down_proj", names.other_down, count)),
+        names.router: WeightPart("router_proj", instead=_instead("router_proj", names.other_router)),
+        names.up: WeightPart("up_proj", instead=_instead("up_proj", names.other_up, count, inner)),
+        names.down: WeightPart("down_proj", instead=_instead("down_proj", names.other_down, count)),
     }
     if layer.router.bias:
-        found[names.router.removesuffix("weight") + "bias"] = Part("router_bias")
+        found[names.router.removesuffix("weight") + "bias"] = WeightPart("router_bias")
     if layer.bias:
-        found |= {f"{names.up}_bias": Part("up_bias"), f"{names.down}_bias": Part("down_bias")}
+        found |= {f"{names.up}_bias": WeightPart("up_bias"), f"{names.down}_bias": WeightPart("down_bias")}
     if layer.router.corrected:
-        found[names.correction] = Part("correction")
+        found[names.correction] = WeightPart("correction")
     if layer.latent_size is not None:
         into, out = names.latent
         found |= _projection("latent_in", {into: None}, layer.latent_bias)
@@ -269,10 +269,10 @@ def _instead(target: str, others: tuple[str, ...], count: int = 0, rows: int = 0
     Several names are stacked by rows to one weight, with `rows` rows each.
     """
     if not others or "{}" not in others[0]:
-        return {other: Part(target) for other in others}
+        return {other: WeightPart(target) for other in others}
     several = len(others) > 1
     return {
-        other.format(e): Part(target, i * rows, rows if several else None, expert=e)
+        other.format(e): WeightPart(target, i * rows, rows if several else None, expert=e)
         for e in range(count)
         for i, other in enumerate(others)
     }
@@ -292,12 +292,12 @@ def _branch_names(layer: AttentionLayer | MlpLayer | MambaLayer, fused_mlp: bool
         case MambaLayer():
             return {
                 **_projection("in", {"in_proj": None}, layer.proj_bias),
-                "conv1d.weight": Part("conv", form=Form.CONV),
-                **({"conv1d.bias": Part("conv_bias")} if layer.conv_bias else {}),
-                "A_log": Part("A", form=Form.A_LOG),
-                "D": Part("D"),
-                "dt_bias": Part("dt_bias"),
-                **({} if layer.norm == "gate only" else {"norm.weight": Part("norm")}),
+                "conv1d.weight": WeightPart("conv", form=StorageForm.CONV),
+                **({"conv1d.bias": WeightPart("conv_bias")} if layer.conv_bias else {}),
+                "A_log": WeightPart("A", form=StorageForm.A_LOG),
+                "D": WeightPart("D"),
+                "dt_bias": WeightPart("dt_bias"),
+                **({} if layer.norm == "gate only" else {"norm.weight": WeightPart("norm")}),
                 **_projection("out", {"out_proj": None}, layer.proj_bias),
             }
 
@@ -310,9 +310,9 @@ def _attention_names(layer: AttentionLayer) -> Names:
         pieces = ((lanes, 2 * lanes), (0, lanes))
         names |= {name: replace(names[name], pieces=pieces) for name in names if name.startswith("q_proj")}
     if layer.sinks:
-        names["sinks"] = Part("sinks")
+        names["sinks"] = WeightPart("sinks")
     if layer.qk_norm_eps is not None:
-        names |= {f"{norm}.weight": Part(norm) for norm in ("q_norm", "k_norm")}
+        names |= {f"{norm}.weight": WeightPart(norm) for norm in ("q_norm", "k_norm")}
     return names
 
 
@@ -320,8 +320,8 @@ def _projection(target: str, sources: Mapping[str, int | None], bias: bool) -> N
     """Return the names of tensors that are stacked to one matrix, and of their biases. sources: row counts by name."""
     names, start = {}, 0
     for source, rows in sources.items():
-        names[f"{source}.weight"] = Part(f"{target}_proj", start, rows)
+        names[f"{source}.weight"] = WeightPart(f"{target}_proj", start, rows)
         if bias:
-            names[f"{source}.bias"] = Part(f"{target}_bias", start, rows)
+            names[f"{source}.bias"] = WeightPart(f"{target}_bias", start, rows)
         start += rows or 0
     return names

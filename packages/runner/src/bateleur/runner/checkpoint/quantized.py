@@ -11,15 +11,15 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from bateleur.runner.checkpoint.names import Form, Names, Part
+from bateleur.runner.checkpoint.names import Names, StorageForm, WeightPart
 from bateleur.runner.checkpoint.slices import own_rows
 from bateleur.runner.checkpoint.tensors import TensorEntry
 from bateleur.runner.distributed.ranks import Range
 from bateleur.runner.models.grouped import GroupedProjection
 from bateleur.runner.models.matrix import Projection, Rows
 from bateleur.runner.models.quantized import Layout, QuantizedMatrix, Scheme
-from bateleur.runner.models.sharding import Cut, Share
-from bateleur.runner.quantization.module import Module, Reader, check_matrix, check_parts
+from bateleur.runner.models.sharding import Cut, WeightShard
+from bateleur.runner.quantization.module import Module, QuantizedReader, check_matrix, check_parts
 from bateleur.runner.quantization.scan import find_modules
 
 _ROUTERS = ("router_proj",)
@@ -32,7 +32,7 @@ class QuantizedEntry(TensorEntry):
 
     quantized: ClassVar[bool] = True
     module: Module
-    reader: Reader
+    reader: QuantizedReader
 
     def scheme(self) -> Scheme:
         """Return the quantisation scheme of the weight."""
@@ -48,7 +48,7 @@ class QuantizedEntry(TensorEntry):
 
 
 def with_quantized(
-    tensors: Mapping[str, TensorEntry], reader: Reader | None, spellings: Sequence[tuple[str, str]]
+    tensors: Mapping[str, TensorEntry], reader: QuantizedReader | None, spellings: Sequence[tuple[str, str]]
 ) -> dict[str, TensorEntry]:
     """Return the tensors, with one entry in place of all tensors (codes, scales, ...) of each quantised module.
 
@@ -88,14 +88,14 @@ Matrices = Mapping[str, Projection | GroupedProjection]
 
 
 def quantize_projections(
-    matrices: Matrices, names: Names, tensors: Mapping[str, TensorEntry], share: Share | None
+    matrices: Matrices, names: Names, tensors: Mapping[str, TensorEntry], share: WeightShard | None
 ) -> Matrices:
     """Allocate codes and scales for the projections whose weights are quantised, and return these projections.
 
     Codes and scales have the layout of the file. Expert weights whose schemes differ stay plain, and so does a weight
     that is converted when it is loaded (transposed, for example).
     """
-    parts: dict[str, list[tuple[Part, TensorEntry]]] = {}
+    parts: dict[str, list[tuple[WeightPart, TensorEntry]]] = {}
     for name, part in names.items():
         parts.setdefault(part.target, []).append((part, tensors[name]))
     chosen: dict[str, Projection | GroupedProjection] = {}
@@ -105,7 +105,7 @@ def quantize_projections(
             continue
         if not any(isinstance(entry, QuantizedEntry) for _, entry in found):
             continue
-        if any(part.form is not Form.PLAIN or part.transposed for part, _ in found):
+        if any(part.form is not StorageForm.PLAIN or part.transposed for part, _ in found):
             continue
         cut = {} if share is None else share.cuts.get(target, {})
         if isinstance(projection, Projection):
@@ -118,14 +118,14 @@ def quantize_projections(
     return chosen
 
 
-def _common(found: list[tuple[Part, TensorEntry]]) -> Scheme | None:
+def _common(found: list[tuple[WeightPart, TensorEntry]]) -> Scheme | None:
     """Return the common scheme of all experts; None if schemes differ, or if group tables (act order) could differ."""
     schemes = {_scheme(part, entry) for part, entry in found}
     (first, *others) = schemes
     return None if others or first is None or first.indexed else first
 
 
-def _scheme(part: Part, entry: TensorEntry) -> Scheme | None:
+def _scheme(part: WeightPart, entry: TensorEntry) -> Scheme | None:
     """Return the quantisation scheme of a tensor, with the factors of `part`; None for a plain tensor."""
     if not isinstance(entry, QuantizedEntry):
         return None
@@ -135,7 +135,9 @@ def _scheme(part: Part, entry: TensorEntry) -> Scheme | None:
     return scheme
 
 
-def _pieces(found: list[tuple[Part, TensorEntry]], cut: Cut) -> Iterator[tuple[int, int, Scheme | None, int | None]]:
+def _pieces(
+    found: list[tuple[WeightPart, TensorEntry]], cut: Cut
+) -> Iterator[tuple[int, int, Scheme | None, int | None]]:
     """Yield (first row, row after the last, scheme, number of groups) for the rows of this rank.
 
     Adjacent rows with equal schemes are joined. found: the parts of the weight and their tensors.
@@ -166,7 +168,7 @@ def _cut(scheme: Scheme, cut: Cut, axis: int) -> Scheme:
     return scheme.cut(first, end) if axis in cut else scheme
 
 
-def fill_quantized(projection: Projection | GroupedProjection, part: Part, entry: TensorEntry, cut: Cut) -> None:
+def fill_quantized(projection: Projection | GroupedProjection, part: WeightPart, entry: TensorEntry, cut: Cut) -> None:
     """Copy this rank's part of one tensor to the codes and scales of a projection."""
     if isinstance(projection, GroupedProjection):
         _fill_experts(projection, part, entry, cut)
@@ -180,7 +182,7 @@ def fill_quantized(projection: Projection | GroupedProjection, part: Part, entry
         _copy(projection.pieces, own, matrix, slice(first, end), columns)
 
 
-def _fill_experts(projection: GroupedProjection, part: Part, entry: TensorEntry, cut: Cut) -> None:
+def _fill_experts(projection: GroupedProjection, part: WeightPart, entry: TensorEntry, cut: Cut) -> None:
     target = projection.quantized
     assert target is not None
     (low, high), *_ = cut.get(0, ((0, len(target.codes)),))
@@ -204,7 +206,7 @@ def _columns(cut: Cut, axis: int) -> Range | None:
     return ranges[0]
 
 
-def _ordered(part: Part, matrix: QuantizedMatrix) -> QuantizedMatrix:
+def _ordered(part: WeightPart, matrix: QuantizedMatrix) -> QuantizedMatrix:
     """Return a stored matrix (N, K) with rows in the order of the weight, multiplied by its factors."""
     if (order := part.row_order(matrix.shape[0])) is not None:
         matrix = matrix.rows(order)

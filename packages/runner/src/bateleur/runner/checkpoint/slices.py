@@ -7,13 +7,13 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from bateleur.runner.checkpoint.names import Part
+from bateleur.runner.checkpoint.names import WeightPart
 from bateleur.runner.checkpoint.tensors import TensorEntry
 from bateleur.runner.distributed.ranks import Range
 from bateleur.runner.models.sharding import Cut
 
 
-def fill_weight(weight: Tensor, part: Part, entry: TensorEntry, cut: Cut) -> None:
+def fill_weight(weight: Tensor, part: WeightPart, entry: TensorEntry, cut: Cut) -> None:
     """Copy this rank's slice of one tensor into its `weight`.
 
     cut: the rank's part of the whole weight; {} for all of it. Only that part of the tensor is read.
@@ -44,7 +44,7 @@ def fill_weight(weight: Tensor, part: Part, entry: TensorEntry, cut: Cut) -> Non
         target[own[0] : own[1]].copy_(tensor)
 
 
-def own_rows(ranges: Sequence[Range] | None, part: Part, count: int) -> Iterator[tuple[Range, Range]]:
+def own_rows(ranges: Sequence[Range] | None, part: WeightPart, count: int) -> Iterator[tuple[Range, Range]]:
     """Yield ranges of this rank's rows, counted within the part's `count` rows and within the rank's weight.
 
     ranges: rows of the whole weight that the rank has; None for all.

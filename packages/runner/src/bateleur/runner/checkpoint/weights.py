@@ -12,11 +12,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from bateleur.runner.checkpoint.names import Form, Names, Part
+from bateleur.runner.checkpoint.names import Names, StorageForm, WeightPart
 from bateleur.runner.checkpoint.quantized import Matrices, fill_quantized
 from bateleur.runner.checkpoint.slices import fill_weight
 from bateleur.runner.checkpoint.tensors import DTYPES, TensorEntry
-from bateleur.runner.models.sharding import Share
+from bateleur.runner.models.sharding import WeightShard
 from bateleur.runner.models.spec import ModelSpec
 
 _LM_HEAD = "lm_head.weight"
@@ -42,7 +42,7 @@ def resolve_tied(spec: ModelSpec, names: Names, tensors: Mapping[str, TensorEntr
     absent = embedding if _LM_HEAD in tensors else _LM_HEAD
     kept = {name: part for name, part in names.items() if name != absent}
     if absent == embedding:
-        kept[_LM_HEAD] = Part("embedding")
+        kept[_LM_HEAD] = WeightPart("embedding")
     return spec, kept
 
 
@@ -66,7 +66,7 @@ def check_weights(
         rows, *rest = _rows(weights, part).shape
         if part.transposed:
             rest[-2:] = rest[:-3:-1]
-        shape = part.stored or ((rows, 1, *rest) if part.form is Form.CONV else (rows, *rest))
+        shape = part.stored or ((rows, 1, *rest) if part.form is StorageForm.CONV else (rows, *rest))
         entry = tensors.get(name)
         if entry is None:
             problems.append(f"missing   {name} {shape}")
@@ -85,7 +85,7 @@ def fill_weights(
     weights: Mapping[str, Tensor],
     names: Names,
     tensors: Mapping[str, TensorEntry],
-    share: Share | None = None,
+    share: WeightShard | None = None,
     quantized: Matrices | None = None,
 ) -> None:
     """Copy all tensors to the weights, one at a time, converted to the weights' dtype and device.
@@ -104,7 +104,7 @@ def fill_weights(
             fill_weight(weights[part.target], part, entry, cut)
 
 
-def _rows(weights: Mapping[str, Tensor], part: Part) -> Tensor:
+def _rows(weights: Mapping[str, Tensor], part: WeightPart) -> Tensor:
     weight = weights[part.target]
     weight = weight if part.expert is None else weight[part.expert]
     return weight if part.rows is None else weight[part.start : part.start + part.rows]

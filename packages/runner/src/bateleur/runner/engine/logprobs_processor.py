@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from bateleur.runner.outputs import Logprob
 from bateleur.runner.requests.request import Request
-from bateleur.runner.sampling.prompt_logprobs import Scored
+from bateleur.runner.sampling.prompt_logprobs import PendingPromptLogprobs
 from bateleur.runner.text.token_bytes import TokenText
 
 _CONTEXT = 3
@@ -58,7 +58,7 @@ class LogprobsProcessor:
                 request.output.logprobs.append(entry)
                 request.output.chosen_logprobs.append(lists.sampled[at])
 
-    def append_prompt(self, scored: Scored) -> None:
+    def append_prompt(self, scored: PendingPromptLogprobs) -> None:
         """Wait for the prompt log probabilities of a step, and append them to their requests."""
         lists, at = _LogprobLists(*(each.tolist() for each in scored.wait())), 0
         tokens = scored.token_ids.tolist()

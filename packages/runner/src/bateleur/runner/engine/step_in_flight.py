@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from bateleur.metadata import Fetch
 from bateleur.runner.requests.request import Request
 from bateleur.runner.requests.request_table import RequestTable
-from bateleur.runner.sampling.prompt_logprobs import Scored
+from bateleur.runner.sampling.prompt_logprobs import PendingPromptLogprobs
 from bateleur.runner.sampling.rejection_sampler import SamplerOutput
 from bateleur.runner.scheduling.step_batch import StepBatch
 from bateleur.runner.spec_decode.proposer import Proposal
@@ -35,7 +35,7 @@ class StepInFlight:
     """`Scheduler.num_released` at the launch. If it has changed, a request may have lost its row."""
     output: SamplerOutput | None
     fetched: Fetch | None
-    scored: Scored | None
+    scored: PendingPromptLogprobs | None
     proposal: Proposal | None = None
     """Drafts for the next step of each row; None without a drafter."""
     num_tokens: int | None = None

@@ -12,7 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from bateleur.runner.checkpoint.names import Names, Part
+from bateleur.runner.checkpoint.names import Names, WeightPart
 from bateleur.runner.checkpoint.tensors import DTYPES
 from bateleur.runner.models.lora import is_adaptable
 from bateleur.runner.utils.arguments import Number, shown
@@ -61,7 +61,7 @@ def read_adapter(
     config = read_json(config_file)
     _check_config(config_file, config)
     modules, stored, problems = _read_modules(weights_file, other_prefixes)
-    parts: dict[str, list[tuple[Part, Tensor, Tensor]]] = {}
+    parts: dict[str, list[tuple[WeightPart, Tensor, Tensor]]] = {}
     for module, pair in modules.items():
         part = names.get(f"{module}.weight")
         problem = _problem(part, pair, shapes, max_rank)
@@ -112,7 +112,7 @@ def _read_modules(
     return modules, stored, problems
 
 
-def _joined(found: Sequence[tuple[Part, Tensor, Tensor]], rows: int) -> LowRank:
+def _joined(found: Sequence[tuple[WeightPart, Tensor, Tensor]], rows: int) -> LowRank:
     """Join the modules of one projection to one pair of matrices, with rows in the order of the projection's weight."""
     a = torch.cat([each for _, each, _ in found])
     b, lane = torch.zeros(rows, len(a)), 0
@@ -146,7 +146,7 @@ def _check_config(file: Path, config: Mapping[str, Any]) -> None:
 
 
 def _problem(
-    part: Part | None, pair: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]], max_rank: int
+    part: WeightPart | None, pair: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]], max_rank: int
 ) -> str | None:
     if part is None:
         return "the model has no such module"

@@ -8,19 +8,19 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from bateleur.runner.models.branch import Branch
+from bateleur.runner.models.branch import ResidualBranch
 from bateleur.runner.models.context import LayerStep, StepContext
 from bateleur.runner.models.matrix import empty_projection
 from bateleur.runner.models.mlp import gate
-from bateleur.runner.models.norm import HeadNorm, WholeNorm
+from bateleur.runner.models.norm import AllHeadsNorm, HeadNorm
 from bateleur.runner.models.rope import rotate
 from bateleur.runner.models.spec import AttentionLayer
 
 
-class CachedAttention(Branch):
+class CachedAttention(ResidualBranch):
     """A residual branch whose keys and values are written to a paged KV cache."""
 
-    norm: HeadNorm | WholeNorm | None = None
+    norm: HeadNorm | AllHeadsNorm | None = None
     """Norm of queries and keys before rotation."""
     sinks: Tensor | None = None
     """(H,) float32; see `AttentionLayer.sinks`."""
@@ -90,7 +90,7 @@ class Attention(CachedAttention):
             self.sinks = like.new_empty(spec.num_heads, dtype=torch.float32)
         if spec.qk_norm_eps is not None and spec.qk_norm_whole:
             lanes = (spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim)
-            self.norm = WholeNorm(lanes, spec.qk_norm_eps, like)
+            self.norm = AllHeadsNorm(lanes, spec.qk_norm_eps, like)
         elif spec.qk_norm_eps is not None:
             self.norm = HeadNorm(spec.head_dim, spec.qk_norm_eps, like)
 
@@ -105,7 +105,7 @@ class Attention(CachedAttention):
         heads_THD = self.qkv_proj(x_TM, step.adapters).view(-1, sum(self._heads), spec.head_dim)
         gate_THD, qk_THD, v = heads_THD.split_with_sizes(self._heads, 1)
         if spec.of_heads is not None:
-            assert isinstance(self.norm, WholeNorm)
+            assert isinstance(self.norm, AllHeadsNorm)
             qk_THD = self.norm.over_ranks(qk_THD, spec.num_heads, spec.of_heads, step.ranks)
         elif self.norm is not None and not step.fuses_norm:
             qk_THD = self.norm(qk_THD, spec.num_heads)

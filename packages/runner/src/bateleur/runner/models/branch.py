@@ -12,7 +12,7 @@ from bateleur.runner.models.grouped import GroupedProjection
 from bateleur.runner.models.matrix import Projection
 
 
-class Branch:
+class ResidualBranch:
     """A residual branch: the computation between the norm of the residual stream and the sum with it.
 
     Constructors take a tensor `like` (any, M). The branch gets its width M, dtype and device.

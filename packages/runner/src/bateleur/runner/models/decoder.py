@@ -28,7 +28,7 @@ from bateleur.runner.models.mamba import Mamba
 from bateleur.runner.models.matrix import Projection, empty_projection
 from bateleur.runner.models.mlp import Mlp
 from bateleur.runner.models.norm import RMSNorm
-from bateleur.runner.models.residual import Mixer, Residual
+from bateleur.runner.models.residual import Mixer, ResidualLayer
 from bateleur.runner.models.rope import RopeSpec, RopeTable
 from bateleur.runner.models.sharding import shard_experts, shard_model
 from bateleur.runner.models.short_conv import GatedConv
@@ -43,7 +43,7 @@ from bateleur.runner.models.spec import (
     ShortConvLayer,
     SingleLayer,
 )
-from bateleur.runner.models.stream import Stream
+from bateleur.runner.models.stream import ResidualStream
 
 
 class HybridDecoder:
@@ -129,7 +129,7 @@ class HybridDecoder:
         ropes: Sequence[RopeSpec],
         params: Mapping[Recurrence, Iterator[tuple[Tensor, ...]]],
         exchange: ExpertParallel | None = None,
-    ) -> tuple[Residual, ...]:
+    ) -> tuple[ResidualLayer, ...]:
         """Build the layers of `spec` with uninitialised weights.
 
         like: tensor (any, M); the layers get its width, dtype and device. ropes: rotary embeddings, in the order of
@@ -159,7 +159,7 @@ class HybridDecoder:
         def norm() -> RMSNorm:
             return RMSNorm(spec.hidden_size, spec.norm_eps, like, exact=spec.exact_norms)
 
-        return tuple(Residual.of(layer, build, norm, spec.residual_multiplier) for layer in spec.layers)
+        return tuple(ResidualLayer.of(layer, build, norm, spec.residual_multiplier) for layer in spec.layers)
 
     def weights(self) -> dict[str, Tensor]:
         """Return all tensors that a checkpoint fills, by name: `embedding`, `layers.3.norm`, `layers.3.in_proj`, ...
@@ -265,7 +265,7 @@ class HybridDecoder:
             h_TM = h_TM.float()
         if self._multiplier != 1.0:
             h_TM = h_TM.mul_(self._multiplier)
-        stream = Stream(h_TM, self.dtype)
+        stream = ResidualStream(h_TM, self.dtype)
         tapped = dict.fromkeys(tap * spec.branches_per_layer for tap in taps)
         seen: dict[int, Tensor] = {}
         for index, residual in enumerate(self._residuals):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from bateleur.runner.distributed.expert_parallel import ExpertParallel
-from bateleur.runner.models.branch import Branch
+from bateleur.runner.models.branch import ResidualBranch
 from bateleur.runner.models.context import LayerStep
 from bateleur.runner.models.grouped import GroupedProjection, empty_grouped
 from bateleur.runner.models.matrix import Projection, empty_projection
@@ -22,7 +22,7 @@ ROUTED = ("up_proj", "down_proj")
 """Weights with one matrix for each expert."""
 
 
-class Experts(Branch):
+class Experts(ResidualBranch):
     """Routed experts, and an optional shared expert that all tokens take. The router computes in float32."""
 
     def __init__(self, spec: ExpertsLayer, like: Tensor, exchange: ExpertParallel | None = None) -> None:

@@ -19,7 +19,7 @@ from bateleur.runner.models.native.quantized import PackedMatrix
 from bateleur.runner.models.quantized import QuantizedMatrix
 
 
-class Weighted(Protocol):
+class HasWeights(Protocol):
     """A model with weights: a decoder or a draft head."""
 
     def weights(self) -> dict[str, Tensor]:
@@ -45,7 +45,7 @@ class WeightSize:
         return math.prod(self.shape)
 
 
-def weight_sizes(model: Weighted) -> dict[str, WeightSize]:
+def weight_sizes(model: HasWeights) -> dict[str, WeightSize]:
     """Return the sizes of all weights, by name."""
     matrices = model.matrices
     name_of = {part: name for name, each in matrices.items() for part in each.tensors(name)}

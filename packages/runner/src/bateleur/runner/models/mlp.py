@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bateleur.runner.models.branch import Branch
+from bateleur.runner.models.branch import ResidualBranch
 from bateleur.runner.models.context import LayerStep
 from bateleur.runner.models.matrix import empty_projection
 from bateleur.runner.models.operators import operator
@@ -16,7 +16,7 @@ _ALPHA, _LIMIT = 1.702, 7.0
 """Of `clamped_swiglu`."""
 
 
-class Mlp(Branch):
+class Mlp(ResidualBranch):
     """Feed-forward branch. One projection computes gate (the upper rows) and up."""
 
     def __init__(self, spec: MlpLayer, like: Tensor) -> None:

@@ -98,7 +98,7 @@ class HeadNorm:
         return y
 
 
-class WholeNorm:
+class AllHeadsNorm:
     """RMS norms over all query heads of a token and over all its key heads, with one weight per element."""
 
     def __init__(self, sizes: tuple[int, int], eps: float, like: Tensor) -> None:

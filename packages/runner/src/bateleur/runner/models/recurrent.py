@@ -5,11 +5,11 @@ from __future__ import annotations
 from torch import Tensor
 
 from bateleur.mamba import Mixer, Recurrence, Rings
-from bateleur.runner.models.branch import Branch
+from bateleur.runner.models.branch import ResidualBranch
 from bateleur.runner.models.context import LayerStep, StepContext
 
 
-class Recurrent(Branch):
+class Recurrent(ResidualBranch):
     """A residual branch with a mixer (convolution and recurrence) between its projections."""
 
     def __init__(

@@ -19,13 +19,13 @@ from bateleur.runner.models.mlp import Mlp
 from bateleur.runner.models.norm import RMSNorm
 from bateleur.runner.models.short_conv import GatedConv
 from bateleur.runner.models.spec import Layer, ParallelLayer, SingleLayer
-from bateleur.runner.models.stream import Stream
+from bateleur.runner.models.stream import ResidualStream
 
 Mixer = Attention | LatentAttention | Mlp | Experts | Mamba | Delta | GatedConv
 
 
 @dataclass(frozen=True, slots=True)
-class Residual:
+class ResidualLayer:
     """A layer of the spec: `h + sum(factor * mixer(norm(h)))`.
 
     With `norm_last` a mixer adds `norm(mixer(h))`; with `output_norm` it adds `output_norm(mixer(norm(h)))`.
@@ -41,7 +41,7 @@ class Residual:
     @classmethod
     def of(
         cls, layer: Layer, build: Callable[[SingleLayer], Mixer], make_norm: Callable[[], RMSNorm], multiplier: float
-    ) -> Residual:
+    ) -> ResidualLayer:
         """Build the layer with mixers made by `build`. Weight names of part i of a parallel layer begin with `i.`."""
         if not isinstance(layer, ParallelLayer):
             return cls(make_norm(), (("", build(layer), multiplier),))
@@ -81,7 +81,7 @@ class Residual:
             if isinstance(mixer, Experts):
                 mixer.warm_up(num_tokens)
 
-    def add_to(self, stream: Stream, step: LayerStep) -> None:
+    def add_to(self, stream: ResidualStream, step: LayerStep) -> None:
         """Run the mixers and add their outputs to the residual stream."""
         x_TM = stream.read() if self.norm_last else stream.normed(self.norm)
         if not step.ranks.alone and len(self.parts) > 1 and not self.norm_last:

@@ -37,7 +37,7 @@ Cut = Mapping[int, tuple[Range, ...]]
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class WeightShard:
     """This rank's part of the weights of a layer or model: ranges of rows and columns."""
 
     cuts: dict[str, Cut] = field(default_factory=dict)
@@ -45,7 +45,7 @@ class Share:
     """Weights that one rank adds and that are 0 on others: biases added after the sum."""
 
 
-def shard_model(spec: ModelSpec, ranks: Ranks) -> tuple[ModelSpec, Share]:
+def shard_model(spec: ModelSpec, ranks: Ranks) -> tuple[ModelSpec, WeightShard]:
     """Return `spec` with this rank's part of each layer, and its share of the weights.
 
     The vocabulary size is unchanged.
@@ -64,10 +64,10 @@ def shard_model(spec: ModelSpec, ranks: Ranks) -> tuple[ModelSpec, Share]:
             prefix = f"layers.{i}.{j}." if parallel else f"layers.{i}."
             cuts |= {prefix + name: cut for name, cut in share.cuts.items()}
             once |= {prefix + name for name in share.once}
-    return replace(spec, layers=tuple(layers)), Share(cuts, frozenset(once) if ranks.rank else frozenset())
+    return replace(spec, layers=tuple(layers)), WeightShard(cuts, frozenset(once) if ranks.rank else frozenset())
 
 
-def shard_experts(spec: ModelSpec, ranks: Ranks) -> tuple[ModelSpec, Share]:
+def shard_experts(spec: ModelSpec, ranks: Ranks) -> tuple[ModelSpec, WeightShard]:
     """Return `spec` with this rank's experts, and its share of the weights. Other weights are whole on every rank.
 
     Experts are whole and divided as evenly as possible. Raises ValueError for a model without experts, or with fewer
@@ -92,7 +92,7 @@ def shard_experts(spec: ModelSpec, ranks: Ranks) -> tuple[ModelSpec, Share]:
         raise ValueError(
             f"data_parallel_size is {size}; it must be 1 for a model without experts: use bateleur serve --replicas"
         )
-    return replace(spec, layers=tuple(layers)), Share(cuts)
+    return replace(spec, layers=tuple(layers)), WeightShard(cuts)
 
 
 def num_sums(spec: ModelSpec) -> int:
@@ -116,7 +116,7 @@ def _squares(spec: ModelSpec) -> list[int]:
     return counts
 
 
-def shard_layer(layer: SingleLayer, ranks: Ranks) -> tuple[SingleLayer, Share]:
+def shard_layer(layer: SingleLayer, ranks: Ranks) -> tuple[SingleLayer, WeightShard]:
     """Return this rank's part of a layer, and its share of the weights by their names in the branch."""
     match layer:
         case LatentLayer():
@@ -135,7 +135,7 @@ def shard_layer(layer: SingleLayer, ranks: Ranks) -> tuple[SingleLayer, Share]:
             return _experts(layer, ranks)
 
 
-def _attention(layer: AttentionLayer, ranks: Ranks) -> tuple[SingleLayer, Share]:
+def _attention(layer: AttentionLayer, ranks: Ranks) -> tuple[SingleLayer, WeightShard]:
     lanes, q, kv = layer.head_dim, layer.num_heads, layer.num_kv_heads
     own_q, own_kv = ranks.even("num_attention_heads", q), ranks.shared("num_key_value_heads", kv)
     stacked = [*([(own_q, q)] if layer.gated else []), (own_q, q), (own_kv, kv), (own_kv, kv)]
@@ -148,14 +148,14 @@ def _attention(layer: AttentionLayer, ranks: Ranks) -> tuple[SingleLayer, Share]
     of_heads = (q, kv) if layer.qk_norm_whole and not ranks.alone else None
     scales = {name: getattr(layer, name)[slice(*own_kv)] for name in ("k_scales", "v_scales")}
     own = replace(layer, num_heads=_size(own_q), num_kv_heads=_size(own_kv), of_heads=of_heads, **scales)
-    return own, Share(cuts, frozenset(("o_bias",)))
+    return own, WeightShard(cuts, frozenset(("o_bias",)))
 
 
-def _latent(layer: LatentLayer, ranks: Ranks) -> tuple[SingleLayer, Share]:
+def _latent(layer: LatentLayer, ranks: Ranks) -> tuple[SingleLayer, WeightShard]:
     heads, own = layer.num_heads, ranks.even("num_attention_heads", layer.num_heads)
     query, made = layer.key_dim + layer.shared_dim, layer.key_dim + layer.value_dim
     rest = heads * query, heads * query + layer.rank + layer.shared_dim
-    share = Share(
+    share = WeightShard(
         {
             "in_proj": {0: (_lanes(own, query), rest)},
             "latent_proj": {0: (_lanes(own, made),)},
@@ -165,14 +165,14 @@ def _latent(layer: LatentLayer, ranks: Ranks) -> tuple[SingleLayer, Share]:
     return replace(layer, num_heads=_size(own), num_kv_heads=_size(own)), share
 
 
-def _mamba(layer: MambaLayer, ranks: Ranks) -> tuple[SingleLayer, Share]:
+def _mamba(layer: MambaLayer, ranks: Ranks) -> tuple[SingleLayer, WeightShard]:
     state = layer.state
     heads, groups = ranks.even("Mamba heads", state.num_heads), ranks.shared("n_groups", state.num_groups)
     inner, lanes = _lanes(heads, state.head_dim), _lanes(groups, state.state_size)
     x, bc = (inner, state.inner_size), (lanes, state.num_groups * state.state_size)
     conv = _stacked_rows([x, bc, bc])
     rows = _stacked_rows([x, x, bc, bc, (heads, state.num_heads)])  # the gate is as wide as x
-    share = Share(
+    share = WeightShard(
         {
             "in_proj": {0: rows},
             "in_bias": {0: rows},
@@ -189,7 +189,7 @@ def _mamba(layer: MambaLayer, ranks: Ranks) -> tuple[SingleLayer, Share]:
     return replace(layer, state=own, of_groups=of_groups), share
 
 
-def _delta(layer: DeltaLayer, ranks: Ranks) -> tuple[SingleLayer, Share]:
+def _delta(layer: DeltaLayer, ranks: Ranks) -> tuple[SingleLayer, WeightShard]:
     state = layer.state
     (keys, values), (key_dim, value_dim) = state.heads, state.lanes
     own_v, own_k = ranks.even("value heads", values), ranks.shared("key heads", keys)
@@ -209,36 +209,36 @@ def _delta(layer: DeltaLayer, ranks: Ranks) -> tuple[SingleLayer, Share]:
     if low is not None:
         cuts |= {"gate_proj": {0: (gate[0],)}, "decay_proj": {0: (decays[0],)}}
     if isinstance(state, GatedDelta):
-        return replace(layer, state=replace(state, num_key_heads=_size(own_k), num_value_heads=_size(own_v))), Share(
-            cuts
-        )
-    return replace(layer, state=replace(state, num_heads=_size(own_v))), Share(cuts)
+        return replace(
+            layer, state=replace(state, num_key_heads=_size(own_k), num_value_heads=_size(own_v))
+        ), WeightShard(cuts)
+    return replace(layer, state=replace(state, num_heads=_size(own_v))), WeightShard(cuts)
 
 
-def _short_conv(layer: ShortConvLayer, ranks: Ranks) -> tuple[SingleLayer, Share]:
+def _short_conv(layer: ShortConvLayer, ranks: Ranks) -> tuple[SingleLayer, WeightShard]:
     width = layer.state.channels
     own = ranks.even("hidden_size", width)
     rows, conv = _stacked_rows([(own, width)] * 3), (own,)
-    share = Share(
+    share = WeightShard(
         {"in_proj": {0: rows}, "in_bias": {0: rows}, "conv": {0: conv}, "conv_bias": {0: conv}, "out_proj": {1: conv}},
         frozenset(("out_bias",)),
     )
     return replace(layer, state=replace(layer.state, channels=_size(own))), share
 
 
-def _mlp(layer: MlpLayer, ranks: Ranks) -> tuple[MlpLayer, Share]:
+def _mlp(layer: MlpLayer, ranks: Ranks) -> tuple[MlpLayer, WeightShard]:
     inner = layer.intermediate_size
     own = ranks.even("intermediate_size", inner)
     rows = _stacked_rows([(own, inner)] * (2 if layer.gated else 1))
     cuts: dict[str, Cut] = {"up_proj": {0: rows}, "up_bias": {0: rows}, "down_proj": {1: (own,)}}
-    return replace(layer, intermediate_size=_size(own)), Share(cuts, frozenset(("down_bias",)))
+    return replace(layer, intermediate_size=_size(own)), WeightShard(cuts, frozenset(("down_bias",)))
 
 
-def _experts(layer: ExpertsLayer, ranks: Ranks) -> tuple[SingleLayer, Share]:
+def _experts(layer: ExpertsLayer, ranks: Ranks) -> tuple[SingleLayer, WeightShard]:
     inner = layer.intermediate_size
     own = ranks.even("the experts' intermediate_size", inner)
     rows = _stacked_rows([(own, inner)] * (2 if layer.gated else 1))
-    share = Share(
+    share = WeightShard(
         {"up_proj": {1: rows}, "up_bias": {1: rows}, "down_proj": {2: (own,)}},
         frozenset(("latent_out_bias", "down_bias")),
     )

@@ -11,7 +11,7 @@ _MOST_TERMS = 2
 """Maximum number of terms that one kernel adds before a norm."""
 
 
-class Stream:
+class ResidualStream:
     """The residual stream, and up to two branch outputs that are not yet added to it.
 
     An output is added when a norm reads the stream, so that on CUDA one kernel does both. Outputs are added in place,
@@ -81,6 +81,6 @@ class Stream:
             self._kept_TM, self._keeps, self._lent = seen_TM, False, self._lent or seen_TM is self._h_TM
         return seen_TM
 
-    def select(self, tokens: Tensor) -> Stream:
+    def select(self, tokens: Tensor) -> ResidualStream:
         """Return a stream with only some tokens. tokens: (N,) int64 indices."""
-        return Stream(self.sum().index_select(0, tokens), self._dtype)
+        return ResidualStream(self.sum().index_select(0, tokens), self._dtype)

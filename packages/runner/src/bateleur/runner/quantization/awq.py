@@ -8,10 +8,18 @@ from typing import Any
 from bateleur.runner.models.quantized import Layout, QuantizedMatrix, Scheme
 from bateleur.runner.quantization.bits import AWQ, pack_nibbles, unpack_columns
 from bateleur.runner.quantization.matching import integer, strings
-from bateleur.runner.quantization.module import Module, Reader, check_scales, group_size, scale_dtype, sides, words
+from bateleur.runner.quantization.module import (
+    Module,
+    QuantizedReader,
+    check_scales,
+    group_size,
+    scale_dtype,
+    sides,
+    words,
+)
 
 
-class AwqReader(Reader):
+class AwqReader(QuantizedReader):
     """Reads AWQ: `qweight` (K, N / 8) and `qzeros` (G, N / 8) packed along N, `scales` (G, N), G groups of columns."""
 
     parts = (frozenset(("qweight", "qzeros", "scales")),)

@@ -14,7 +14,7 @@ from bateleur.runner.quantization.bits import unpack_rows
 from bateleur.runner.quantization.matching import each_object, integer, listed, objects, pair, strings
 from bateleur.runner.quantization.module import (
     Module,
-    Reader,
+    QuantizedReader,
     check_codes,
     check_scales,
     float_scheme,
@@ -39,7 +39,7 @@ _STRATEGIES = ("tensor", "channel", "group", "block", "tensor_group")
 _GLOBAL = "weight_global_scale"
 
 
-class CompressedTensorsReader(Reader):
+class CompressedTensorsReader(QuantizedReader):
     """Reads compressed-tensors.
 
     A module's tensors tell its format; the configuration has the sizes of groups and blocks.

@@ -12,11 +12,11 @@ from bateleur.runner.quantization.fp8 import Fp8Reader
 from bateleur.runner.quantization.gptq import AutoRoundReader, GptqReader
 from bateleur.runner.quantization.matching import objects
 from bateleur.runner.quantization.modelopt import ModeloptReader
-from bateleur.runner.quantization.module import Reader
+from bateleur.runner.quantization.module import QuantizedReader
 from bateleur.runner.quantization.mxfp4 import Mxfp4Reader
 from bateleur.runner.utils.json_file import read_json
 
-READERS: dict[str, Callable[[Mapping[str, Any]], Reader]] = {
+READERS: dict[str, Callable[[Mapping[str, Any]], QuantizedReader]] = {
     "fp8": Fp8Reader,
     "compressed-tensors": CompressedTensorsReader,
     "modelopt": ModeloptReader,
@@ -64,7 +64,7 @@ def quantization_fields(path: Path, config: Mapping[str, Any]) -> tuple[Path, Ma
         raise ValueError(f"{file}: {error}") from error
 
 
-def read_quantization(path: Path, config: Mapping[str, Any]) -> Reader | None:
+def read_quantization(path: Path, config: Mapping[str, Any]) -> QuantizedReader | None:
     """Return the reader for the checkpoint folder `path`; None if it is not quantised. config: fields of config.json.
 
     Raises ValueError for an unsupported quantisation method, or an unsupported option of the method.
@@ -76,7 +76,7 @@ def read_quantization(path: Path, config: Mapping[str, Any]) -> Reader | None:
         raise ValueError(f"{file}: {error}") from error
 
 
-def reader_of(fields: Mapping[str, Any]) -> Reader:
+def reader_of(fields: Mapping[str, Any]) -> QuantizedReader:
     """Return the reader for a `quantization_config`. Raises ValueError as `read_quantization`."""
     method = _method(fields)
     packing = str(fields.get("packing_format"))
@@ -91,7 +91,7 @@ def reader_of(fields: Mapping[str, Any]) -> Reader:
     return READERS[method](fields)
 
 
-def check_method(quantization: str, reader: Reader | None) -> None:
+def check_method(quantization: str, reader: QuantizedReader | None) -> None:
     """Raise ValueError if the option `quantization` names another method than the checkpoint has."""
     found = "none" if reader is None else _method(reader.fields)
     if found != _SAME.get(quantization, quantization):

@@ -7,10 +7,17 @@ from typing import Any
 
 from bateleur.runner.models.quantized import QuantizedMatrix, Scheme
 from bateleur.runner.quantization.matching import ends_with, pair, strings
-from bateleur.runner.quantization.module import Module, Reader, check_codes, check_scales, float_scheme, row_scales
+from bateleur.runner.quantization.module import (
+    Module,
+    QuantizedReader,
+    check_codes,
+    check_scales,
+    float_scheme,
+    row_scales,
+)
 
 
-class Fp8Reader(Reader):
+class Fp8Reader(QuantizedReader):
     """Reads `weight` (e4m3) with `weight_scale`, or with `weight_scale_inv`, which also multiplies despite its name."""
 
     parts = frozenset(("weight", "weight_scale_inv")), frozenset(("weight", "weight_scale"))

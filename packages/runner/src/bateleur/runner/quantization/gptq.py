@@ -13,14 +13,22 @@ from torch import Tensor
 from bateleur.runner.models.quantized import Layout, QuantizedMatrix, Scheme
 from bateleur.runner.quantization.bits import pack_nibbles, unpack_columns
 from bateleur.runner.quantization.matching import each_object, integer, starts_with, strings
-from bateleur.runner.quantization.module import Module, Reader, check_scales, group_size, scale_dtype, sides, words
+from bateleur.runner.quantization.module import (
+    Module,
+    QuantizedReader,
+    check_scales,
+    group_size,
+    scale_dtype,
+    sides,
+    words,
+)
 from bateleur.runner.utils.arguments import refuse
 
 _FORMATS = ("gptq", "gptq_v2")
 _UNUSED_ZEROS = "quantization_config: sym is true, but qzeros in the files hold zero points; they are not used"
 
 
-class GptqReader(Reader):
+class GptqReader(QuantizedReader):
     """Reads GPTQ: `qweight` (K * bits / 32, N) packed along K, `qzeros` (G, N * bits / 32) along N, `scales` (G, N)."""
 
     parts = (frozenset(("qweight", "qzeros", "scales", "g_idx")),)

@@ -7,7 +7,14 @@ from typing import Any
 
 from bateleur.runner.models.quantized import QuantizedMatrix, Scheme
 from bateleur.runner.quantization.matching import each_object, strings, wildcard
-from bateleur.runner.quantization.module import Module, Reader, check_codes, check_scales, float_scheme, row_scales
+from bateleur.runner.quantization.module import (
+    Module,
+    QuantizedReader,
+    check_codes,
+    check_scales,
+    float_scheme,
+    row_scales,
+)
 from bateleur.runner.quantization.nvfp4 import nvfp4_matrix, nvfp4_scheme, nvfp4_shape
 
 FP8 = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO")
@@ -16,7 +23,7 @@ _BLOCK = 128, 128
 _SECOND = "weight_scale_2"
 
 
-class ModeloptReader(Reader):
+class ModeloptReader(QuantizedReader):
     """Reads modelopt. A module's tensors tell its algorithm; `quantized_layers` must agree with them."""
 
     parts = (frozenset(("weight", "weight_scale", _SECOND)),)

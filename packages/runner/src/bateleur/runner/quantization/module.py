@@ -19,7 +19,7 @@ _MATRICES = frozenset(("weight", "weight_packed", "qweight", "blocks", "qzeros",
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
-class Stored(Protocol):
+class StoredTensor(Protocol):
     """A tensor of a safetensors file."""
 
     @property
@@ -44,9 +44,9 @@ class Module:
 
     names: tuple[str, ...]
     """Names of the module: first the one in the file, then other spellings."""
-    parts: Mapping[str, Stored]
+    parts: Mapping[str, StoredTensor]
 
-    def __getitem__(self, part: str) -> Stored:
+    def __getitem__(self, part: str) -> StoredTensor:
         if part not in self.parts:
             raise ValueError(f"{self.names[0]}: is quantised, but has no {part}; it has {', '.join(self.parts)}")
         return self.parts[part]
@@ -57,7 +57,7 @@ class Module:
         return ValueError(f"{entry.name}: is {entry.dtype} {entry.shape}; {rule}")
 
 
-class Reader(ABC):
+class QuantizedReader(ABC):
     """Reads the quantised modules of one format. fields: `quantization_config` of the checkpoint."""
 
     parts: ClassVar[tuple[frozenset[str], ...]]
@@ -83,7 +83,7 @@ class Reader(ABC):
         """Return whether the configuration leaves a module with one of these names unquantised."""
 
 
-def check_parts(reader: Reader, module: Module) -> None:
+def check_parts(reader: QuantizedReader, module: Module) -> None:
     """Raise ValueError for a tensor that the reader does not use, or a matrix without rows or columns."""
     names = module.parts.keys() - ACTIVATIONS
     used = max(reader.parts, key=lambda each: len(names & each))

@@ -9,13 +9,13 @@ import torch
 
 from bateleur.runner.models.quantized import Layout, QuantizedMatrix, Scheme
 from bateleur.runner.quantization.matching import starts_with, strings
-from bateleur.runner.quantization.module import Module, Reader
+from bateleur.runner.quantization.module import Module, QuantizedReader
 
 _GROUP = 32
 _NAN = 255
 
 
-class Mxfp4Reader(Reader):
+class Mxfp4Reader(QuantizedReader):
     """`blocks` (E, N, K / 32, 16) with two codes a byte, low nibble first, and `scales` (E, N, K / 32) e8m0."""
 
     parts = (frozenset(("blocks", "scales")),)

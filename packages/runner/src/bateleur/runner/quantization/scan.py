@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 
-from bateleur.runner.quantization.module import ACTIVATIONS, Module, Stored
+from bateleur.runner.quantization.module import ACTIVATIONS, Module, StoredTensor
 
 _CODES = ("weight", "weight_packed", "qweight", "blocks")
 _SIDES = (
@@ -28,13 +28,13 @@ _MXFP4 = re.compile(r"(?P<base>.+)_(?P<part>blocks|scales)")
 
 
 def find_modules(
-    tensors: Mapping[str, Stored], spellings: Sequence[tuple[str, str]] = ()
+    tensors: Mapping[str, StoredTensor], spellings: Sequence[tuple[str, str]] = ()
 ) -> tuple[dict[str, Module], set[str]]:
     """Return quantised modules by the name of their plain weight, and the names of all their tensors.
 
     spellings: pairs of prefixes (in other files, ours); lists of ignored modules may use either.
     """
-    grouped: dict[str, dict[str, Stored]] = {}
+    grouped: dict[str, dict[str, StoredTensor]] = {}
     claimed: dict[str, set[str]] = {}
     for name, entry in tensors.items():
         stem, _, last = name.rpartition(".")

@@ -25,7 +25,7 @@ _LOGITS_AT_ONCE = 1 << 24
 """Logits of a slice: 64 MiB of float32, which is 67 tokens of a vocabulary of 250,000."""
 
 
-class Scored(NamedTuple):
+class PendingPromptLogprobs(NamedTuple):
     """Prompt log probabilities of a step, while they are copied to the host.
 
     requests: each request with its number of prompt tokens that this step scored. token_ids: (N,) these tokens, request
@@ -49,7 +49,7 @@ class PromptLogprobs:
         self._model, self._table = model, table
         self._tokens_at_once = max(1, _LOGITS_AT_ONCE // model.spec.vocab_size)
 
-    def score(self, batch: StepBatch, hidden_TM: Tensor) -> Scored | None:
+    def score(self, batch: StepBatch, hidden_TM: Tensor) -> PendingPromptLogprobs | None:
         """Score the prompt token after each token of this step; None if no request asks for prompt log probabilities.
 
         A recomputed request gets only those that it has not got before.
@@ -77,7 +77,7 @@ class PromptLogprobs:
         wanted = max(request.params.prompt_logprobs or 0 for request, _ in requests)
         token_ids = np.concatenate(tokens)
         slices = self._slices(hidden_TM, np.concatenate(spots), token_ids, wanted)
-        return Scored(requests, token_ids, Fetch([each for logprobs in slices for each in logprobs]))
+        return PendingPromptLogprobs(requests, token_ids, Fetch([each for logprobs in slices for each in logprobs]))
 
     def _slices(
         self, hidden_TM: Tensor, spots: NDArray[np.int64], token_ids: NDArray[np.int64], num_top: int

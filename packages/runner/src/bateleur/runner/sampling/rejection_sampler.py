@@ -26,13 +26,13 @@ from bateleur.eagle import (
     DraftDistribution,
     Drafter,
     Drafts,
-    Drawn,
     EagleSpeculator,
     Keys,
     OneHot,
     RejectionOutput,
     Rows,
     Rule,
+    SampledTokens,
     SamplingDrafter,
     SamplingMetadata,
     argmax,
@@ -44,7 +44,7 @@ from bateleur.metadata import CommonAttentionMetadata
 from bateleur.runner.models import HybridDecoder
 from bateleur.runner.requests.request_table import RequestTable
 from bateleur.runner.sampling.logprobs import Logprobs
-from bateleur.runner.sampling.sampler import Processed, Sampler
+from bateleur.runner.sampling.sampler import ProcessedLogits, Sampler
 from bateleur.runner.scheduling.step_batch import LogitsIndex, SamplingInputs, StepBatch
 from bateleur.runner.utils.device import upload
 
@@ -304,10 +304,10 @@ class RejectionSampler:
 
     def _process(
         self, batch: StepBatch, inputs: SamplingInputs, logits_LV: Tensor, drafts_SK: Tensor, allowed: Tensor | None
-    ) -> Processed:
+    ) -> ProcessedLogits:
         """Apply token rules, penalties and the sampling parameters to the logits."""
         if inputs.plain and allowed is None:
-            return Processed(logits_LV, inputs.metadata, None)
+            return ProcessedLogits(logits_LV, inputs.metadata, None)
         index, (_, rows_S), before_LK = batch.index, batch.sampled, None
         if index.num_logits > len(rows_S) and self.sampler.looks_back(rows_S):
             before_LK = drafts_SK.index_select(0, index.owners)
@@ -317,7 +317,7 @@ class RejectionSampler:
         return self.sampler.process(logits_LV, rows_S[index.owner_L], generated_L, before_LK, allowed)
 
     def _test(
-        self, processed: Processed, drafts_SK: Tensor, starts: Tensor, positions_S: Tensor, temperature_S: Tensor
+        self, processed: ProcessedLogits, drafts_SK: Tensor, starts: Tensor, positions_S: Tensor, temperature_S: Tensor
     ) -> RejectionOutput:
         """Test the drafts of the first S requests, whose logits begin at row `starts` (S + 1,). Can be captured."""
         count, metadata = len(positions_S), processed.metadata
@@ -349,7 +349,7 @@ class RejectionSampler:
             values_T4 = values_N4.unsqueeze(1).expand(-1, length, -1).reshape(-1, values_N4.shape[1])
             sampling = SamplingMetadata.unknown(values_T4, truncates=kind == TRUNCATED)
         emitted = self._test(
-            Processed(self.model.logits(hidden_TD), sampling),
+            ProcessedLogits(self.model.logits(hidden_TD), sampling),
             drafts_NK,
             metadata.query_start_loc,
             metadata.num_computed_tokens[:num_reqs].long() + 1,
@@ -366,7 +366,7 @@ class RejectionSampler:
         return EndedStep(output, self.rows.num_valid[: len(batch.rows)] if self.num_drafts else None)
 
 
-def draw(sampler: Sampler, processed: Processed, seeds_S: Tensor, positions_S: Tensor) -> Drawn:
+def draw(sampler: Sampler, processed: ProcessedLogits, seeds_S: Tensor, positions_S: Tensor) -> SampledTokens:
     """Sample one token for each row, on the device; greedy rows need no seeds. The request of a bad row must end with
     an error. positions: (S,) int64, index of the token in its sequence.
     """

@@ -30,7 +30,7 @@ _TEMPERATURE, _LOG_MIN_P, _TOP_K, _TOP_P, _REPETITION, _FREQUENCY, _PRESENCE = r
 _NEUTRAL = np.array([0.0, -np.inf, 0.0, 1.0, 1.0, 0.0, 0.0], dtype=np.float32)
 
 
-class Processed(NamedTuple):
+class ProcessedLogits(NamedTuple):
     """Logits after token rules and penalties.
 
     logits: (R, V) float32, before temperature and truncation, and on CUDA before penalties.
@@ -132,7 +132,7 @@ class Sampler:
         num_output_tokens: NDArray[np.int64],
         before: Tensor | None = None,
         allowed: Tensor | None = None,
-    ) -> Processed:
+    ) -> ProcessedLogits:
         """Apply token rules (`TokenRules`), then repetition, frequency and presence penalties, in vLLM's order. The
         result names temperature, min_p, top_k and top_p, which are applied when a token is sampled.
 
@@ -155,8 +155,8 @@ class Sampler:
             processed.index_copy_(0, index, some)
         values = self._values[rows, :_REPETITION]
         if not values[:, _TEMPERATURE].any() and penalties is None:
-            return Processed(processed, None, empty)
-        return Processed(processed, SamplingMetadata(values, self._copies("values", values), penalties), empty)
+            return ProcessedLogits(processed, None, empty)
+        return ProcessedLogits(processed, SamplingMetadata(values, self._copies("values", values), penalties), empty)
 
     def looks_back(self, rows: NDArray[np.int64]) -> bool:
         """Return whether `process` reads the drafts `before` for these requests."""

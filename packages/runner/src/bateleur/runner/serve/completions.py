@@ -10,7 +10,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
-from bateleur.runner.engine_thread import Reader
+from bateleur.runner.engine_thread import OutputReader
 from bateleur.runner.serve.body import openapi_body, read_json_object
 from bateleur.runner.serve.errors import http_errors
 from bateleur.runner.serve.json_text import JSONText
@@ -51,7 +51,7 @@ async def completion(service: Service, request: Request, body: dict[str, Any]) -
 
 
 async def _parts(
-    service: Service, parsed: CompletionRequest, reader: Reader, usage: Usage
+    service: Service, parsed: CompletionRequest, reader: OutputReader, usage: Usage
 ) -> AsyncGenerator[dict[str, Any], None]:
     """Yield the fields of each chunk: one choice per prompt and continuation."""
     offsets: dict[int, int] = {}  # characters of all tokens so far, per choice; the reported text may be shorter

@@ -17,7 +17,7 @@ from starlette.requests import ClientDisconnect
 
 from bateleur.runner.async_llm import AsyncLLM
 from bateleur.runner.engine.output_processor import NO_NUMBERS
-from bateleur.runner.engine_thread import Reader
+from bateleur.runner.engine_thread import OutputReader
 from bateleur.runner.errors import ContextLengthExceeded
 from bateleur.runner.lora.adapter_manager import LoRARequest
 from bateleur.runner.outputs import RequestOutput, RequestOutputKind
@@ -124,7 +124,7 @@ class Service:
 
     # --- requests -----------------------------------------------------------------------------------------
 
-    async def submit(self, prompts: Sequence[Mapping[str, Any]], parsed: APIRequest, reply_id: str) -> Reader:
+    async def submit(self, prompts: Sequence[Mapping[str, Any]], parsed: APIRequest, reply_id: str) -> OutputReader:
         """Queue all prompts of a request. Raises HTTPException, and queues none, if any is invalid."""
         kind = RequestOutputKind.DELTA if parsed.stream else RequestOutputKind.FINAL_ONLY
         params = replace(parsed.params, output_kind=kind)
@@ -175,7 +175,7 @@ class Service:
         vocabulary: dict[str, int] = getattr(self.llm.llm.tokenizer, "get_vocab", dict)()
         return max(map(len, vocabulary), default=0)
 
-    async def outputs(self, reader: Reader) -> AsyncGenerator[RequestOutput, None]:
+    async def outputs(self, reader: OutputReader) -> AsyncGenerator[RequestOutput, None]:
         """Yield outputs. Closing the generator aborts unfinished requests. Raises HTTPException for a failure."""
         try:
             while outputs := await reader.read():
@@ -185,7 +185,7 @@ class Service:
         finally:
             self.llm.abort_unfinished(reader)
 
-    async def finish(self, reader: Reader, request: Request) -> list[RequestOutput]:
+    async def finish(self, reader: OutputReader, request: Request) -> list[RequestOutput]:
         """Return the final outputs in the order of the prompts. Raises ClientDisconnect if the client disconnects."""
         try:
             ended = await self.cancel_on_disconnect(_last_of(reader), request)
@@ -243,7 +243,7 @@ def prompt_index(request_id: str) -> int:
     return int(request_id.rpartition("-")[2])
 
 
-async def _last_of(reader: Reader) -> list[RequestOutput]:
+async def _last_of(reader: OutputReader) -> list[RequestOutput]:
     ended: list[RequestOutput] = []
     while outputs := await reader.read():
         ended += (output for output in outputs if output.finished)

@@ -15,7 +15,7 @@ from contextlib import aclosing, suppress
 from dataclasses import dataclass, replace
 
 from bateleur.runner.engine.input_processor import wrapped_seed
-from bateleur.runner.engine_thread import Reader
+from bateleur.runner.engine_thread import OutputReader
 from bateleur.runner.outputs import CompletionOutput, Logprob, RequestOutput, TextTag
 from bateleur.runner.sampling_params import SamplingParams
 from bateleur.runner.serve.openai.requests import ChatRequest
@@ -76,7 +76,7 @@ class ThinkingBudget:
         """Submit all continuations. Returns their outputs, as those of one request."""
         assert self.params.seed is not None, "`of` sets it"
         one = replace(self, parsed=replace(self.parsed, params=replace(self.parsed.params, n=1)))
-        readers: list[Reader] = []
+        readers: list[OutputReader] = []
         outputs = []
         try:
             for i in range(self.params.n):
@@ -90,7 +90,7 @@ class ThinkingBudget:
             raise
         return _as_continuations(outputs, f"{reply_id}-0")
 
-    async def _begin(self, reply_id: str) -> Reader:
+    async def _begin(self, reply_id: str) -> OutputReader:
         """Submit a request that generates the reasoning. Return the reader of its outputs.
 
         If the prompt has not opened the reasoning, generate one token first, to see whether it is the begin tag.
@@ -100,7 +100,7 @@ class ThinkingBudget:
         params = replace(self.params, max_tokens=1, min_tokens=min(1, self.params.min_tokens))
         return await self._submit(self.prompt, params, reply_id)
 
-    async def _outputs(self, reader: Reader, reply_id: str) -> AsyncGenerator[RequestOutput, None]:
+    async def _outputs(self, reader: OutputReader, reply_id: str) -> AsyncGenerator[RequestOutput, None]:
         """Yield the outputs of reasoning and answer as those of one request."""
         written: list[int] = []
         answer_follows, first, bounded = False, None, True
@@ -147,7 +147,7 @@ class ThinkingBudget:
             async for output in reports:
                 yield _as_one_request(output, first)
 
-    async def _submit_reasoning(self, prompt: ChatPrompt, reply_id: str) -> Reader:
+    async def _submit_reasoning(self, prompt: ChatPrompt, reply_id: str) -> OutputReader:
         stop = (*self.params.stop_token_ids, self.end)
         params = replace(self.params, max_tokens=max(1, self.budget), min_tokens=0, stop_token_ids=stop)
         if not self.opened:
@@ -155,7 +155,7 @@ class ThinkingBudget:
             params = replace(_without_prompt(params), structured_outputs=grammar)
         return await self._submit(prompt, params, reply_id)
 
-    async def _submit(self, prompt: ChatPrompt, params: SamplingParams, reply_id: str) -> Reader:
+    async def _submit(self, prompt: ChatPrompt, params: SamplingParams, reply_id: str) -> OutputReader:
         return await self.service.submit([prompt], replace(self.parsed, params=params, stream=True), reply_id)
 
     def _answer_follows(self, completion: CompletionOutput, written: list[int]) -> bool:

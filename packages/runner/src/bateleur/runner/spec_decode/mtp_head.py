@@ -33,7 +33,7 @@ from bateleur.runner.models.grouped import GroupedProjection
 from bateleur.runner.models.matrix import Projection, empty_projection
 from bateleur.runner.models.norm import RMSNorm
 from bateleur.runner.models.spec import ModelSpec
-from bateleur.runner.models.stream import Stream
+from bateleur.runner.models.stream import ResidualStream
 
 _NO_STEP = cast(Execution[StepContext], None)
 """Only mixers with a recurrent state read it, and no head has one."""
@@ -128,7 +128,7 @@ class MtpHead:
         pair = self.token_norm(self._target.embed(ids)), self.hidden_norm(hidden)
         h_TM = self.fc_proj(torch.cat(pair if self.embedding_first else pair[::-1], -1))
         step = _HeadStep(_NO_STEP, tuple(table.at(positions) for table in self._tables), attend)
-        stream = Stream(h_TM, self._target.dtype)
+        stream = ResidualStream(h_TM, self._target.dtype)
         for index, residual in enumerate(self._residuals):
             residual.add_to(stream, step)
             if index == self._last_tie and rows is not None:  # no layer after it mixes tokens

@@ -21,7 +21,7 @@ from bateleur.runner.structured.library import (
 )
 from bateleur.runner.structured.matcher import Matcher
 from bateleur.runner.structured.structural_tag import TagTokens, compile_structural_tag, escaped
-from bateleur.runner.structured.trial import Trials
+from bateleur.runner.structured.trial import GrammarCompilers
 from bateleur.runner.structured_outputs import StructuredOutputsParams
 from bateleur.runner.text.token_bytes import decoder_steps, is_byte_piece, piece_bytes
 from bateleur.runner.text.tokenizer import NoTokenizer, Tokenizer, special_token_ids, tag_tokens
@@ -181,7 +181,7 @@ class Grammars:
         return made
 
 
-_TRIALS = Trials()
+_TRIALS = GrammarCompilers()
 atexit.register(_TRIALS.close)
 
 

@@ -31,7 +31,7 @@ _STACK_BYTES = 2 << 20
 """A quarter of the usual stack of a thread."""
 
 
-class Trials:
+class GrammarCompilers:
     """Child processes that compile grammars, one per concurrent call. They end with this process."""
 
     def __init__(self) -> None:

@@ -55,7 +55,7 @@ class Leader:
         size = config.parallel.num_ranks
         self._limit = config.parallel.rank_timeout
         self._process, self._closed = os.getpid(), False
-        self._interrupts, self._threads = Interrupts(), torch.get_num_threads()
+        self._interrupts, self._threads = DeferredInterrupts(), torch.get_num_threads()
         self._group: ProcessGroup | None = None
         start = partial(_start, size) if rendezvous is None else rendezvous.accept
         self._monitor = RankMonitor(start, self._abort_collectives)
@@ -237,7 +237,7 @@ def _check_portable(config: EngineConfig) -> None:
             refuse(name, value, f"something that pickle can send to other ranks: {error}")
 
 
-class Interrupts:
+class DeferredInterrupts:
     """Delays SIGINT from `hold` to `release`, in the main thread. A second Ctrl-C is not delayed."""
 
     def __init__(self) -> None:

@@ -13,10 +13,10 @@ from bateleur.runner.checkpoint.fields import ConfigFields
 from bateleur.runner.checkpoint.names import (
     MIXERS,
     ExpertNames,
-    Form,
+    LayerTensorNames,
     Names,
-    OwnNames,
-    Part,
+    StorageForm,
+    WeightPart,
     norms_less_one,
     weight_names,
 )
@@ -88,11 +88,11 @@ def _factored_names(layer: DeltaLayer) -> Names:
     first = dict(zip(("q_proj", "k_proj", "v_proj"), _channels(layer), strict=True))
     return {
         **_stacked("in_proj", {**first, "g_a_proj": rank, "b_proj": heads, "f_a_proj": rank}),
-        "g_b_proj.weight": Part("gate_proj"),
-        "f_b_proj.weight": Part("decay_proj"),
+        "g_b_proj.weight": WeightPart("gate_proj"),
+        "f_b_proj.weight": WeightPart("decay_proj"),
         **_rest("o_norm", "o_proj"),
-        "A_log": Part("A", form=Form.A_LOG, stored=(1, 1, heads, 1)),
-        "dt_bias": Part("dt_bias", stored=(decays,)),
+        "A_log": WeightPart("A", form=StorageForm.A_LOG, stored=(1, 1, heads, 1)),
+        "dt_bias": WeightPart("dt_bias", stored=(decays,)),
         **_separate_convolutions(layer),
     }
 
@@ -100,20 +100,20 @@ def _factored_names(layer: DeltaLayer) -> Names:
 def _separate_convolutions(layer: DeltaLayer) -> Names:
     """Weight names of separate convolutions for queries, keys and values, or of one joined convolution."""
     rows = dict(zip(("q_conv1d", "k_conv1d", "v_conv1d"), _channels(layer), strict=True))
-    apart = {name: replace(part, form=Form.CONV) for name, part in _stacked("conv", rows).items()}
+    apart = {name: replace(part, form=StorageForm.CONV) for name, part in _stacked("conv", rows).items()}
     name, joined = next(iter(_CONV.items()))
     return {name: replace(joined, instead=apart)}
 
 
-_CONV: Names = {"conv1d.weight": Part("conv", form=Form.CONV)}
+_CONV: Names = {"conv1d.weight": WeightPart("conv", form=StorageForm.CONV)}
 
 
 def _rest(norm: str, out: str) -> Names:
     return {
-        "A_log": Part("A", form=Form.A_LOG),
-        "dt_bias": Part("dt_bias"),
-        f"{norm}.weight": Part("norm"),
-        f"{out}.weight": Part("out_proj"),
+        "A_log": WeightPart("A", form=StorageForm.A_LOG),
+        "dt_bias": WeightPart("dt_bias"),
+        f"{norm}.weight": WeightPart("norm"),
+        f"{out}.weight": WeightPart("out_proj"),
     }
 
 
@@ -133,7 +133,7 @@ def _stacked(target: str, rows: dict[str, int]) -> Names:
     """Return the names of matrices that are stacked to the weight `target`. rows: number of rows by name."""
     names, start = {}, 0
     for name, count in rows.items():
-        names[f"{name}.weight"] = Part(target, start, count)
+        names[f"{name}.weight"] = WeightPart(target, start, count)
         start += count
     return names
 
@@ -177,7 +177,7 @@ def _qwen3_next(fields: ConfigFields) -> ModelSpec:
 
 def _qwen_names(delta: Callable[[DeltaLayer], Names], spec: ModelSpec) -> Names:
     """Return the names of a decoder whose delta layers have the names `delta`."""
-    mixers = {**MIXERS, DeltaLayer: OwnNames(("linear_attn", "input_layernorm"), delta)}
+    mixers = {**MIXERS, DeltaLayer: LayerTensorNames(("linear_attn", "input_layernorm"), delta)}
     return norms_less_one(weight_names(spec, ("mlp", "post_attention_layernorm"), mixers))
 
 
@@ -223,11 +223,11 @@ def _olmo_hybrid(fields: ConfigFields) -> ModelSpec:
 
 
 def _olmo_hybrid_names(spec: ModelSpec) -> Names:
-    mixers = {**MIXERS, DeltaLayer: OwnNames(("linear_attn", "input_layernorm"), _split_names)}
+    mixers = {**MIXERS, DeltaLayer: LayerTensorNames(("linear_attn", "input_layernorm"), _split_names)}
     return dict(_olmo_norms(spec, weight_names(spec, ("mlp", "post_attention_layernorm"), mixers)))
 
 
-def _olmo_norms(spec: ModelSpec, names: Names) -> Iterator[tuple[str, Part]]:
+def _olmo_norms(spec: ModelSpec, names: Names) -> Iterator[tuple[str, WeightPart]]:
     """Yield all weight names, with those of norms as in the files, and as in transformers where that differs."""
     before = {
         "input_layernorm": ("attention_layer_norm", "input_layernorm"),
@@ -245,7 +245,7 @@ def _olmo_norms(spec: ModelSpec, names: Names) -> Iterator[tuple[str, Part]]:
         kind = spec.layers[int(part.target.split(".")[1])]
         first, *others = (after if isinstance(kind, ParallelLayer) else before)[norm]
         instead = {f"{layer}.{other}.weight": part for other in others}
-        yield f"{layer}.{first}.weight", Part(part.target, instead=instead)
+        yield f"{layer}.{first}.weight", WeightPart(part.target, instead=instead)
 
 
 # --- Kimi Linear: Kimi delta attention or latent attention without positions, then a gated MLP or experts -----------
@@ -310,11 +310,11 @@ def _latent(fields: ConfigFields) -> Layer:
 def _latent_names(layer: LatentLayer) -> Names:
     queries, latent = layer.num_heads * (layer.key_dim + layer.shared_dim), layer.rank + layer.shared_dim
     return {
-        "q_proj.weight": Part("in_proj", 0, queries),
-        "kv_a_proj_with_mqa.weight": Part("in_proj", queries, latent),
-        "kv_a_layernorm.weight": Part("latent_norm"),
-        "kv_b_proj.weight": Part("latent_proj"),
-        "o_proj.weight": Part("o_proj"),
+        "q_proj.weight": WeightPart("in_proj", 0, queries),
+        "kv_a_proj_with_mqa.weight": WeightPart("in_proj", queries, latent),
+        "kv_a_layernorm.weight": WeightPart("latent_norm"),
+        "kv_b_proj.weight": WeightPart("latent_proj"),
+        "o_proj.weight": WeightPart("o_proj"),
     }
 
 
@@ -322,8 +322,8 @@ def _kimi_names(spec: ModelSpec) -> Names:
     called = ("self_attn", "input_layernorm")
     mixers = {
         **MIXERS,
-        DeltaLayer: OwnNames(called, _factored_names),
-        LatentLayer: OwnNames(called, _latent_names),
+        DeltaLayer: LayerTensorNames(called, _factored_names),
+        LatentLayer: LayerTensorNames(called, _latent_names),
         ExpertsLayer: _EXPERTS,
     }
     names = weight_names(spec, ("mlp", "post_attention_layernorm"), mixers)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from bateleur.runner.checkpoint.experts import read_experts
 from bateleur.runner.checkpoint.families.base import WINDOW_KINDS, Family, followed, read_windows
 from bateleur.runner.checkpoint.fields import ConfigFields
-from bateleur.runner.checkpoint.names import MIXERS, ExpertNames, Names, Part, weight_names
+from bateleur.runner.checkpoint.names import MIXERS, ExpertNames, Names, WeightPart, weight_names
 from bateleur.runner.models.spec import ExpertsLayer, ModelSpec, RouterSpec
 from bateleur.runner.utils.arguments import refuse
 
@@ -31,7 +31,7 @@ def _names(spec: ModelSpec) -> Names:
     return {name: _stored(name, part) for name, part in names.items()}
 
 
-def _stored(name: str, part: Part) -> Part:
+def _stored(name: str, part: WeightPart) -> WeightPart:
     own = part.target.rpartition(".")[2]
     part = replace(part, axis=1, pieces=((0, 1), (1, 2))) if own in ("up_proj", "up_bias") else part
     return replace(part, transposed=True, instead={f"{name}_blocks": part}) if own in _TRANSPOSED else part

@@ -8,7 +8,15 @@ from bateleur.mamba import ShortConv
 from bateleur.runner.checkpoint.experts import read_experts
 from bateleur.runner.checkpoint.families.base import Family, followed, read_layers
 from bateleur.runner.checkpoint.fields import ConfigFields
-from bateleur.runner.checkpoint.names import MIXERS, ExpertNames, Form, Names, OwnNames, Part, weight_names
+from bateleur.runner.checkpoint.names import (
+    MIXERS,
+    ExpertNames,
+    LayerTensorNames,
+    Names,
+    StorageForm,
+    WeightPart,
+    weight_names,
+)
 from bateleur.runner.models.spec import (
     AttentionLayer,
     ExpertsLayer,
@@ -82,11 +90,11 @@ def _read_experts(fields: ConfigFields) -> ModelSpec:
 
 
 def _conv_names(layer: ShortConvLayer) -> Names:
-    names = {"conv.weight": Part("conv", form=Form.CONV)}
-    names |= {f"{name}_proj.weight": Part(f"{name}_proj") for name in ("in", "out")}
+    names = {"conv.weight": WeightPart("conv", form=StorageForm.CONV)}
+    names |= {f"{name}_proj.weight": WeightPart(f"{name}_proj") for name in ("in", "out")}
     if layer.bias:
-        names |= {"conv.bias": Part("conv_bias")}
-        names |= {f"{name}_proj.bias": Part(f"{name}_bias") for name in ("in", "out")}
+        names |= {"conv.bias": WeightPart("conv_bias")}
+        names |= {f"{name}_proj.bias": WeightPart(f"{name}_bias") for name in ("in", "out")}
     return names
 
 
@@ -94,7 +102,7 @@ def _names(spec: ModelSpec) -> Names:
     mixers = {
         **MIXERS,
         AttentionLayer: ("self_attn", "operator_norm"),
-        ShortConvLayer: OwnNames(("conv", "operator_norm"), _conv_names),
+        ShortConvLayer: LayerTensorNames(("conv", "operator_norm"), _conv_names),
         ExpertsLayer: _EXPERTS,
     }
     names = weight_names(spec, ("feed_forward", "ffn_norm"), mixers, final_norm="embedding_norm")

@@ -9,7 +9,7 @@ from typing import Any
 from bateleur.runner.checkpoint.experts import read_experts, sparse_layers
 from bateleur.runner.checkpoint.families.base import INERT, WINDOW_KINDS, Family, followed, gated_mlp, read_windows
 from bateleur.runner.checkpoint.fields import ConfigFields
-from bateleur.runner.checkpoint.names import MIXERS, Names, OwnNames, Part, norms_less_one, weight_names
+from bateleur.runner.checkpoint.names import MIXERS, LayerTensorNames, Names, WeightPart, norms_less_one, weight_names
 from bateleur.runner.models.spec import AttentionLayer, MlpLayer, ModelSpec, ParallelLayer, RouterSpec
 from bateleur.runner.utils.arguments import refuse
 
@@ -51,11 +51,11 @@ def _phi3(fields: ConfigFields) -> ModelSpec:
 
 
 def _phi3_attention(_: AttentionLayer) -> Names:
-    return {"qkv_proj.weight": Part("qkv_proj"), "o_proj.weight": Part("o_proj")}
+    return {"qkv_proj.weight": WeightPart("qkv_proj"), "o_proj.weight": WeightPart("o_proj")}
 
 
 def _phi3_mlp(_: MlpLayer) -> Names:
-    return {"gate_up_proj.weight": Part("up_proj"), "down_proj.weight": Part("down_proj")}
+    return {"gate_up_proj.weight": WeightPart("up_proj"), "down_proj.weight": WeightPart("down_proj")}
 
 
 def _qwen2(fields: ConfigFields) -> ModelSpec:
@@ -121,7 +121,7 @@ def _gemma3_names(spec: ModelSpec) -> Names:
     names = weight_names(spec, ("mlp", "pre_feedforward_layernorm"))
     for i in range(len(spec.layers)):
         norm = ("post_attention_layernorm", "post_feedforward_layernorm")[i % 2]
-        names[f"model.layers.{i // 2}.{norm}.weight"] = Part(f"layers.{i}.output_norm")
+        names[f"model.layers.{i // 2}.{norm}.weight"] = WeightPart(f"layers.{i}.output_norm")
     return norms_less_one(names)
 
 
@@ -160,8 +160,8 @@ FAMILIES = (
         _phi3,
         partial(
             weight_names,
-            mlp=OwnNames(("mlp", "post_attention_layernorm"), _phi3_mlp),
-            mixers={**MIXERS, AttentionLayer: OwnNames(("self_attn", "input_layernorm"), _phi3_attention)},
+            mlp=LayerTensorNames(("mlp", "post_attention_layernorm"), _phi3_mlp),
+            mixers={**MIXERS, AttentionLayer: LayerTensorNames(("self_attn", "input_layernorm"), _phi3_attention)},
         ),
     ),
     Family("qwen2", "Qwen2ForCausalLM", _qwen2, _names, kinds=WINDOW_KINDS),

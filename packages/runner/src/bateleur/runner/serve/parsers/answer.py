@@ -8,7 +8,7 @@ from bateleur.runner.outputs import TextTag
 from bateleur.runner.serve.parsers.arguments import Calls, new_call_id
 from bateleur.runner.serve.parsers.events import Content, Event, Reasoning, ToolCall, merged
 from bateleur.runner.serve.parsers.reasoning import Think
-from bateleur.runner.serve.parsers.source import Reader, Search, Source, TagTable, skip_space
+from bateleur.runner.serve.parsers.source import IncrementalParse, Search, Source, TagTable, skip_space
 from bateleur.runner.serve.parsers.tool_format import ToolFormat
 
 _LONGEST_PIECE = 512
@@ -81,7 +81,7 @@ class AnswerParser:
 
     # --- parts of an answer ---------------------------------------------------------------------------------
 
-    def _answer(self) -> Reader[None]:
+    def _answer(self) -> IncrementalParse[None]:
         if self._think is not None:
             opened = yield from self._takes_begin()
             if opened or self._think.opened:
@@ -93,7 +93,7 @@ class AnswerParser:
                 yield from self._format.read(source, self._calls)
         yield from self._content()
 
-    def _takes_begin(self) -> Reader[bool]:
+    def _takes_begin(self) -> IncrementalParse[bool]:
         """Consume the begin tag of the reasoning, if the text starts with it. Returns whether it does."""
         source = self._source
         at = yield from skip_space(source, 0)
@@ -104,7 +104,7 @@ class AnswerParser:
             return True
         return False
 
-    def _reasoning(self) -> Reader[None]:
+    def _reasoning(self) -> IncrementalParse[None]:
         source = self._source
         source.take((yield from skip_space(source, 0)))
         while True:
@@ -130,7 +130,7 @@ class AnswerParser:
             else:
                 yield
 
-    def _wait_for_end(self) -> Reader[int]:
+    def _wait_for_end(self) -> IncrementalParse[int]:
         """Return the position of the end tag of the reasoning; -1 if there is none."""
         source, at = self._source, 0
         while (found := source.text.find(self._end, at)) < 0:
@@ -152,7 +152,7 @@ class AnswerParser:
             return bool(end.value)
         raise AssertionError("a parser waits for text after the end")
 
-    def _content(self) -> Reader[None]:
+    def _content(self) -> IncrementalParse[None]:
         """Parse content and calls. A further end tag of reasoning is dropped; a further begin tag starts reasoning."""
         source = self._source
         while True:

@@ -16,7 +16,7 @@ import re
 from typing import Literal
 
 from bateleur.runner.serve.parsers.arguments import ArgumentsWriter, Calls
-from bateleur.runner.serve.parsers.source import Reader, Source, TagTable, skip_space
+from bateleur.runner.serve.parsers.source import IncrementalParse, Source, TagTable, skip_space
 from bateleur.runner.serve.parsers.values import is_complete
 
 FUNCTION, _PARAMETER = "<function=", "<parameter="
@@ -29,7 +29,7 @@ _LONGEST = 240
 _REPEATED_END = re.compile(rf"(\s*{_END_PARAMETER})+\s*$")
 
 
-def read_functions(source: Source, at: int, calls: Calls, table: TagTable, *, bare: bool) -> Reader[bool]:
+def read_functions(source: Source, at: int, calls: Calls, table: TagTable, *, bare: bool) -> IncrementalParse[bool]:
     """Parse and consume the call at a position. Returns False, and consumes nothing, if there is none.
 
     bare: whether the call has no <tool_call> before it.
@@ -52,7 +52,7 @@ class _Function:
             rf"(?P<parameter>{_END_PARAMETER}\s*)?(?P<function>(?:{_END_FUNCTION}\s*)*)(?P<call>(?:{re.escape(end)}\s*)*)"
         )
 
-    def read(self, at: int) -> Reader[bool]:
+    def read(self, at: int) -> IncrementalParse[bool]:
         """Parse and consume the call at position `at`; see `read_functions`."""
         source = self._source
         found = yield from self._tag_at(at)
@@ -80,7 +80,7 @@ class _Function:
             writer.close()
         return True
 
-    def _say(self) -> Reader[None]:
+    def _say(self) -> IncrementalParse[None]:
         """Consume the text before the next tag, and report it as content without leading white space."""
         begun = False
         while True:
@@ -94,7 +94,7 @@ class _Function:
                 return
             yield
 
-    def _tag_at(self, at: int) -> Reader[re.Match[str] | None]:
+    def _tag_at(self, at: int) -> IncrementalParse[re.Match[str] | None]:
         """Return the tag at a position, or None."""
         while True:
             found = self._tag.match(self._source.text, at)
@@ -116,7 +116,7 @@ class _Function:
         opens = any(tag.startswith(end) or (tag.endswith("=") and end.startswith(tag)) for tag in self._tags)
         return at if opens and ">" not in end else len(text)
 
-    def _take_ends(self) -> Reader[None]:
+    def _take_ends(self) -> IncrementalParse[None]:
         """Consume the end tags of the function."""
         while (found := (yield from self._tag_at(0))) is not None and found["end"] and "function" in found[0]:
             self._source.take(found.end())
@@ -125,7 +125,7 @@ class _Function:
                 return
             self._source.take(at)
 
-    def _value(self, writer: ArgumentsWriter, key: str) -> Reader[bool]:
+    def _value(self, writer: ArgumentsWriter, key: str) -> IncrementalParse[bool]:
         """Consume and write the value of a parameter. Returns False if it was truncated."""
         source = self._source
         while not source.text and not source.final:
@@ -172,7 +172,7 @@ class _Function:
         found = self._ends.match(text)
         return found is not None and bool(found["parameter"])
 
-    def _verdict(self, found: re.Match[str], value: _Value) -> Reader[Literal["end", "possible end", "text"]]:
+    def _verdict(self, found: re.Match[str], value: _Value) -> IncrementalParse[Literal["end", "possible end", "text"]]:
         """Decide whether a tag ends the value."""
         source, start = self._source, found.start()
         at_line_start = source.text[start - 1] == "\n" if start else value.empty
@@ -203,7 +203,7 @@ class _Function:
             return "end"
         return "possible end" if function and (parameter or call) else "text"
 
-    def _is_call(self, at: int) -> Reader[bool]:
+    def _is_call(self, at: int) -> IncrementalParse[bool]:
         """Return whether a call of an available tool starts at a position."""
         found = yield from self._tag_at(at)
         if found is not None and found["call"] and "function" not in found[0]:
@@ -213,7 +213,7 @@ class _Function:
             found = yield from self._tag_at(after)
         return found is not None and found["call"] is not None and self._calls.may_call(_name(found[0]))
 
-    def _ends_at(self, at: int) -> Reader[tuple[re.Match[str], re.Match[str] | None]]:
+    def _ends_at(self, at: int) -> IncrementalParse[tuple[re.Match[str], re.Match[str] | None]]:
         """Return the sequence of end tags at a position, and the tag after them."""
         while True:
             ends = self._ends.match(self._source.text, at)

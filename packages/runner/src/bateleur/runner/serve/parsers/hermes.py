@@ -16,7 +16,7 @@ from typing import ClassVar
 from bateleur.runner.serve.parsers.arguments import Calls
 from bateleur.runner.serve.parsers.functions import FUNCTION, read_functions
 from bateleur.runner.serve.parsers.json_calls import read_calls
-from bateleur.runner.serve.parsers.source import Reader, Source, skip_space, take_tags
+from bateleur.runner.serve.parsers.source import IncrementalParse, Source, skip_space, take_tags
 from bateleur.runner.serve.parsers.tool_format import Function, ToolFormat
 from bateleur.runner.structured.formats import Format, json_of, listed, tagged
 
@@ -27,7 +27,7 @@ class Hermes(ToolFormat):
     START_TAGS: ClassVar[tuple[str, ...]] = ("<tool_call>",)
     END_TAGS = ("</tool_call>",)
 
-    def read(self, source: Source, calls: Calls) -> Reader[bool]:
+    def read(self, source: Source, calls: Calls) -> IncrementalParse[bool]:
         """Parse and consume the calls at the start of the text; see `ToolFormat.read`."""
         start_tag = self.start_tag_of(source)
         bare = start_tag == FUNCTION

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from bateleur.runner.serve.parsers.arguments import NO_KEY, ArgumentsWriter, Calls
-from bateleur.runner.serve.parsers.source import Reader, Source, skip_space
+from bateleur.runner.serve.parsers.source import IncrementalParse, Source, skip_space
 from bateleur.runner.serve.parsers.tool_format import Function, ToolFormat
 from bateleur.runner.serve.parsers.values import unescaped
 from bateleur.runner.structured.formats import Format, json_of, tagged
@@ -48,7 +48,7 @@ MAY_KEYWORD = re.compile(r"[A-Za-z_]\w{0,200}\s*=?\s*$")
 """Text that may become the name of a keyword argument."""
 
 
-def read_calls(source: Source, at: int, calls: Calls) -> Reader[bool]:
+def read_calls(source: Source, at: int, calls: Calls) -> IncrementalParse[bool]:
     """Parse and consume calls from a position on: objects, or a list of objects.
 
     Returns False, and consumes nothing, if the first object is not a call.
@@ -70,7 +70,7 @@ def read_calls(source: Source, at: int, calls: Calls) -> Reader[bool]:
     return found
 
 
-def _read_call(source: Source, at: int, calls: Calls) -> Reader[bool]:
+def _read_call(source: Source, at: int, calls: Calls) -> IncrementalParse[bool]:
     """Consume one call. Returns False, and consumes nothing, if the object is not a call."""
     name, arguments = "", ""
     member = yield from _next_member(source, at + 1)
@@ -115,7 +115,7 @@ class _Member(NamedTuple):
     """Position of the value, or after the closing brace."""
 
 
-def _next_member(source: Source, at: int) -> Reader[_Member]:
+def _next_member(source: Source, at: int) -> IncrementalParse[_Member]:
     """Parse the next member after white space and commas."""
     at = yield from skip_space(source, at)
     while source.text.startswith(",", at):
@@ -147,7 +147,7 @@ def _as_object(value: str) -> str:
     return value if value.startswith("{") else ""
 
 
-def _skip_members(source: Source) -> Reader[None]:
+def _skip_members(source: Source) -> IncrementalParse[None]:
     """Consume the rest of an object after its arguments."""
     while True:
         at = yield from skip_space(source, 0)
@@ -163,7 +163,7 @@ def _skip_members(source: Source) -> Reader[None]:
         source.take(at)
 
 
-def read_object(source: Source, writer: ArgumentsWriter) -> Reader[None]:
+def read_object(source: Source, writer: ArgumentsWriter) -> IncrementalParse[None]:
     """Consume the object at the start of the text, and write it as the arguments of a call.
 
     An object that the model did not close is closed. A truncated one stays open.
@@ -191,7 +191,7 @@ def read_object(source: Source, writer: ArgumentsWriter) -> Reader[None]:
         source.take(member.start)
 
 
-def _read_key(source: Source, at: int) -> Reader[tuple[str | None, int]]:
+def _read_key(source: Source, at: int) -> IncrementalParse[tuple[str | None, int]]:
     """Parse a key with or without quotes. Returns the key, or None, and the position after it."""
     first = source.text[at : at + 1]
     if first and first in _QUOTES:
@@ -204,7 +204,7 @@ def _read_key(source: Source, at: int) -> Reader[tuple[str | None, int]]:
     return None, at
 
 
-def read_value(source: Source, writer: ArgumentsWriter, key: str) -> Reader[bool]:
+def read_value(source: Source, writer: ArgumentsWriter, key: str) -> IncrementalParse[bool]:
     """Consume and write the value at the start of the text. Returns False if it was truncated."""
     first, types = source.text[0], writer.types(key)
     if first in _QUOTES and (not types or "string" in types):
@@ -217,7 +217,7 @@ def read_value(source: Source, writer: ArgumentsWriter, key: str) -> Reader[bool
     return True
 
 
-def _read_string(source: Source, writer: ArgumentsWriter) -> Reader[bool]:
+def _read_string(source: Source, writer: ArgumentsWriter) -> IncrementalParse[bool]:
     """Consume a quoted string, and write it incrementally. Returns False if it was truncated.
 
     A quote ends the string only before a comma, a bracket, the next key, or the end of the call or text. Without such a
@@ -260,7 +260,7 @@ def _read_string(source: Source, writer: ArgumentsWriter) -> Reader[bool]:
             yield
 
 
-def skip_end_tags(source: Source, at: int, writer: ArgumentsWriter) -> Reader[int]:
+def skip_end_tags(source: Source, at: int, writer: ArgumentsWriter) -> IncrementalParse[int]:
     """Return the position after the end tags of a call at `at`."""
     while at < len(source.text):
         start, tag = writer.end_tags.first(source, at)
@@ -273,7 +273,7 @@ def skip_end_tags(source: Source, at: int, writer: ArgumentsWriter) -> Reader[in
     return at
 
 
-def _begins_key(source: Source, at: int, next_key: re.Pattern[str]) -> Reader[bool]:
+def _begins_key(source: Source, at: int, next_key: re.Pattern[str]) -> IncrementalParse[bool]:
     """Whether the next key of Python's arguments begins at a position."""
     while next_key is not NO_KEY and not source.final and MAY_KEYWORD.match(source.text, at):
         yield
@@ -282,7 +282,7 @@ def _begins_key(source: Source, at: int, next_key: re.Pattern[str]) -> Reader[bo
 
 def _string_end(
     source: Source, at: int, quote: str, follows: re.Pattern[str], next_key: re.Pattern[str] = NO_KEY
-) -> Reader[int]:
+) -> IncrementalParse[int]:
     """Return the position of a closing quote with `follows` or `next_key` after it, or the end of the text."""
     while True:
         if found := _IN_STRING[quote].match(source.text, at):
@@ -299,7 +299,7 @@ def _string_end(
             yield
 
 
-def _key_in_plain_text(source: Source, at: int, next_key: re.Pattern[str]) -> Reader[re.Match[str] | None]:
+def _key_in_plain_text(source: Source, at: int, next_key: re.Pattern[str]) -> IncrementalParse[re.Match[str] | None]:
     """Search for the next key up to the first quote, bracket, comma or tag."""
     while True:
         found = _PLAIN.match(source.text, at)
@@ -308,7 +308,7 @@ def _key_in_plain_text(source: Source, at: int, next_key: re.Pattern[str]) -> Re
         yield
 
 
-def value_end(source: Source, at: int, next_key: re.Pattern[str] = NO_KEY) -> Reader[int]:
+def value_end(source: Source, at: int, next_key: re.Pattern[str] = NO_KEY) -> IncrementalParse[int]:
     """Return the position of the comma, bracket or key after a JSON or Python value, or the end of the text."""
     opened: list[str] = []
     while True:
@@ -346,7 +346,7 @@ class Llama3Json(ToolFormat):
     BARE_STARTS = "{["
     SEPARATOR = "; "
 
-    def read(self, source: Source, calls: Calls) -> Reader[bool]:
+    def read(self, source: Source, calls: Calls) -> IncrementalParse[bool]:
         """Parse and consume the calls at the start of the text; see `ToolFormat.read`."""
         return (yield from read_calls(source, len(self.start_tag_of(source)), calls))
 
@@ -367,7 +367,7 @@ class NamedCall(ToolFormat):
 
     BARE_STARTS = "{"
 
-    def read(self, source: Source, calls: Calls) -> Reader[bool]:
+    def read(self, source: Source, calls: Calls) -> IncrementalParse[bool]:
         """Parse and consume the arguments of the tool; see `ToolFormat.read`."""
         (name,) = calls.names
         writer = calls.begin(name)
@@ -383,7 +383,7 @@ class ListedCalls(ToolFormat):
 
     BARE_STARTS = "["
 
-    def read(self, source: Source, calls: Calls) -> Reader[bool]:
+    def read(self, source: Source, calls: Calls) -> IncrementalParse[bool]:
         """Parse and consume the list of calls; see `ToolFormat.read`.
 
         An answer that is truncated in a tool name is a call if only one tool begins with this text.

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from bateleur.runner.serve.parsers.arguments import Calls
 from bateleur.runner.serve.parsers.json_calls import read_object
-from bateleur.runner.serve.parsers.source import Reader, Source, skip_space, take_tags
+from bateleur.runner.serve.parsers.source import IncrementalParse, Source, skip_space, take_tags
 from bateleur.runner.serve.parsers.tool_format import Function, ToolFormat
 from bateleur.runner.structured.formats import Format, const, json_of, listed, pattern, sequence, tagged
 
@@ -29,7 +29,7 @@ class KimiK2(ToolFormat):
     END_TAGS = (_END, _END_SECTION)
     INNER_TAGS = (_ARGUMENTS,)
 
-    def read(self, source: Source, calls: Calls) -> Reader[bool]:
+    def read(self, source: Source, calls: Calls) -> IncrementalParse[bool]:
         """Parse and consume the calls at the start of the text; see `ToolFormat.read`."""
         section, call, begin = (self.table.marker(tag) for tag in (_SECTION, _CALL, _ARGUMENTS))
         at, found = 0, False

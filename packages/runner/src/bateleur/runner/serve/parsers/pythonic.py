@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from bateleur.runner.serve.parsers.arguments import ArgumentsWriter, Calls
 from bateleur.runner.serve.parsers.json_calls import MAY_KEYWORD, read_calls, read_value, skip_end_tags
-from bateleur.runner.serve.parsers.source import Reader, Source, skip_space, take_tags
+from bateleur.runner.serve.parsers.source import IncrementalParse, Source, skip_space, take_tags
 from bateleur.runner.serve.parsers.tool_format import Function, ToolFormat
 from bateleur.runner.structured.formats import Format, listed, tagged
 
@@ -32,7 +32,7 @@ class Pythonic(ToolFormat):
         before, between, after = cls.DELIMITERS
         return [tagged(cls.START_TAGS[0] + before, listed(calls, between, once=once), after + cls.END_TAGS[0])]
 
-    def read(self, source: Source, calls: Calls) -> Reader[bool]:
+    def read(self, source: Source, calls: Calls) -> IncrementalParse[bool]:
         """Parse and consume the calls at the start of the text; see `ToolFormat.read`."""
         start = yield from skip_space(source, len(self.start_tag_of(source)))
         in_list = source.text.startswith("[", start)
@@ -64,7 +64,7 @@ class Olmo3(Pythonic):
     DELIMITERS = ("\n", "\n", "\n")
 
 
-def _read_functions(source: Source, at: int, calls: Calls) -> Reader[bool]:
+def _read_functions(source: Source, at: int, calls: Calls) -> IncrementalParse[bool]:
     """Consume calls from a position on. Returns False, and consumes nothing, if the first is not a call."""
     found = False
     while True:
@@ -85,7 +85,7 @@ def _read_functions(source: Source, at: int, calls: Calls) -> Reader[bool]:
             at = yield from skip_space(source, at + 1)
 
 
-def _read_keywords(source: Source, writer: ArgumentsWriter) -> Reader[bool]:
+def _read_keywords(source: Source, writer: ArgumentsWriter) -> IncrementalParse[bool]:
     """Consume arguments up to `)`. Returns False if they were truncated. Positional arguments get the next name.
 
     Models forget commas. So the name of a parameter and "=" after a value begin the next argument.
@@ -117,7 +117,7 @@ def _read_keywords(source: Source, writer: ArgumentsWriter) -> Reader[bool]:
     return not source.final
 
 
-def _read_keyword(source: Source, at: int, writer: ArgumentsWriter) -> Reader[tuple[str, int]]:
+def _read_keyword(source: Source, at: int, writer: ArgumentsWriter) -> IncrementalParse[tuple[str, int]]:
     """Return an argument's name and the position of its value; an empty name if no parameter is left."""
     while MAY_KEYWORD.match(source.text, at):
         if source.final:  # truncated

@@ -13,7 +13,7 @@ from typing import TypeAlias, TypeVar
 from bateleur.runner.outputs import TextTag
 
 T = TypeVar("T")
-Reader: TypeAlias = Generator[None, None, T]
+IncrementalParse: TypeAlias = Generator[None, None, T]
 
 _SPACE = re.compile(r"\s*")
 _FIRST_STAND_IN = 0xD800
@@ -35,7 +35,7 @@ class Source:
         return taken
 
 
-def skip_space(source: Source, at: int) -> Reader[int]:
+def skip_space(source: Source, at: int) -> IncrementalParse[int]:
     """Return the position of the next character that is not white space, or the end of the text."""
     while True:
         found = _SPACE.match(source.text, at)
@@ -46,7 +46,7 @@ def skip_space(source: Source, at: int) -> Reader[int]:
         yield
 
 
-def take_tags(source: Source, tags: Sequence[str]) -> Reader[None]:
+def take_tags(source: Source, tags: Sequence[str]) -> IncrementalParse[None]:
     """Consume any number of these tags, with the white space before each."""
     while True:
         at = yield from skip_space(source, 0)

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from bateleur.runner.serve.openai.tools import Tools
 from bateleur.runner.serve.parsers.arguments import Calls
-from bateleur.runner.serve.parsers.source import Reader, Source, TagTable
+from bateleur.runner.serve.parsers.source import IncrementalParse, Source, TagTable
 from bateleur.runner.structured.formats import Format
 
 
@@ -45,7 +45,7 @@ class ToolFormat:
         """Return all tags of the format."""
         return (*cls.START_TAGS, *cls.END_TAGS, *cls.INNER_TAGS)
 
-    def read(self, source: Source, calls: Calls) -> Reader[bool]:
+    def read(self, source: Source, calls: Calls) -> IncrementalParse[bool]:
         """Parse and consume the calls at the start of the text. Returns False, and consumes nothing, without calls."""
         raise NotImplementedError
 
