@@ -112,7 +112,7 @@ class AsyncLLM:
         priority: int = 0,
         lora_request: LoRARequest | None = None,
     ) -> OutputReader:
-        """Queue requests, all or none, and return the `OutputReader` of their outputs. Call `abort_unfinished` at the end."""
+        """Queue requests, all or none, and return their `OutputReader`. Call `abort_unfinished` at the end."""
         self.llm.check_process()
         if (dead := self._thread.ended) is not None:
             raise EngineDead(*dead.args) from self.error
