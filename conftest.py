@@ -310,7 +310,7 @@ def _check_integrity(engine: Any) -> None:
     if scheduler.states is not None:
         others = np.delete(np.arange(len(scheduler.states.table)), running)
         assert not scheduler.states.table[others].any(), "state pages: a row without a request holds some"
-        assert not scheduler.states._last_published[others].any(), "state pages: a row without a request published some"
+        assert not scheduler.states._last_cached[others].any(), "state pages: a row without a request published some"
         _check_pool(scheduler.states.pool, scheduler.states.table, "state pages")
 
 

@@ -62,10 +62,10 @@ def filled(cached: int) -> tuple[PrefixCache, BlockPool, Request]:
     own = pool.allocate(LOOKUP_TOKENS // BLOCK)
     for index, block in enumerate(own):
         keys = cache._keys(request)
-        pool.publish(block, keys.of(table.token_ids[request.row], (index + 1) * BLOCK))
+        pool.insert(block, keys.of(table.token_ids[request.row], (index + 1) * BLOCK))
     others = pool.allocate(cached - len(own))
     for block in others:
-        pool.publish(block, block.to_bytes(16, "little"))
+        pool.insert(block, block.to_bytes(16, "little"))
     pool.free(others)
     return cache, pool, request
 
@@ -77,7 +77,7 @@ def lookups(rounds: int, sizes: tuple[int, ...]) -> list[dict[str, Any]]:
 
     def evict(pool: BlockPool) -> None:
         (block,) = pool.allocate(1)
-        pool.publish(block, (time.perf_counter_ns(), block))
+        pool.insert(block, (time.perf_counter_ns(), block))
         pool.free([block])
 
     match = medians({s: (lambda s=s: timed(lambda: made[s][0].match(made[s][2]))) for s in sizes}, rounds)  # type: ignore[misc]

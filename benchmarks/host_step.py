@@ -151,7 +151,7 @@ def prefixes(rounds: int, num_blocks: int = 100_000) -> dict[str, float]:
     keys.of(ids, CONTEXT)
     for count, block in enumerate(held):
         own = count < CONTEXT // BLOCK
-        pool.publish(block, keys.of(ids, (count + 1) * BLOCK) if own else count.to_bytes(16, "little"))
+        pool.insert(block, keys.of(ids, (count + 1) * BLOCK) if own else count.to_bytes(16, "little"))
     pool.free(held)
     params = SamplingParams(max_tokens=1)
     request = Request("", ids.tolist(), params, 0, frozenset(), CONTEXT + 2)

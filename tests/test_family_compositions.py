@@ -70,8 +70,8 @@ def test_64_tokens_are_kept_where_a_state_costs_as_much_as_hundreds(name: str) -
     costs = CacheCosts.of(spec, torch.bfloat16, 8192, options)
     assert costs.page_bytes > 200 * costs.token_bytes
     assert costs.retention is not None
-    assert [(1 + column) * 64 for column in costs.retention.columns_to_publish(0, 70, 70)] == [64]
-    assert [(1 + column) * 64 for column in costs.retention.columns_to_publish(0, 200, 200)] == [64, 128, 192]
+    assert [(1 + column) * 64 for column in costs.retention.columns_to_cache(0, 70, 70)] == [64]
+    assert [(1 + column) * 64 for column in costs.retention.columns_to_cache(0, 200, 200)] == [64, 128, 192]
 
 
 class Either(NoDrafts):

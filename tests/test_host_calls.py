@@ -109,9 +109,9 @@ def test_a_block_that_a_step_fills_takes_a_few_calls(tiny: Any) -> None:
         llm = steady(tiny("nemotron_h"), num_requests, enable_prefix_caching=True)
         pool, filled[num_requests] = llm.engine.caches.blocks, 0
         for _ in range(BLOCK):
-            before = pool.num_published
+            before = pool.num_cached
             found[num_requests] = counted(llm)
-            filled[num_requests] = pool.num_published - before
+            filled[num_requests] = pool.num_cached - before
             if filled[num_requests]:
                 break
         assert filled[num_requests], "so many steps fill a block of every request"

@@ -336,10 +336,10 @@ def test_m34_m36_a_boundary_is_published_once_and_after_its_state(
         cold[end] = [(conv[1].clone(), ssm[1].clone()) for conv, ssm in texts.plain.engine.caches.states]
     names = PrefixKeys(4)
     keys = [names.of(np.array(text, np.int32), end) for end in boundaries]
-    publish, said = pool.publish, []
+    insert, said = pool.insert, []
 
     def check(page: int, key: Any) -> bool:
-        first = publish(page, key)
+        first = insert(page, key)
         if key in keys:
             end = 8 + 8 * keys.index(key)
             said.append((end, first))
@@ -348,7 +348,7 @@ def test_m34_m36_a_boundary_is_published_once_and_after_its_state(
                 torch.testing.assert_close(ssm[page], state, atol=1e-4, rtol=0)
         return first
 
-    monkeypatch.setattr(pool, "publish", check)
+    monkeypatch.setattr(pool, "insert", check)
     ask(llm, prompt, params=params)
     followed, wanted = 0, [text]
 

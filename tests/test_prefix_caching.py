@@ -187,7 +187,7 @@ def test_any_traffic_gets_the_tokens_of_a_cold_engine(
     for pool in (scheduler.pool, scheduler.states.pool if scheduler.states else None):
         if pool is not None:
             assert pool.num_free == pool.capacity
-            assert pool.num_published > 0
+            assert pool.num_cached > 0
 
 
 @pytest.mark.parametrize(
@@ -222,7 +222,7 @@ def test_align_keeps_few_states_and_all_keeps_every_one() -> None:
         llm.generate(prompts(41), SamplingParams(temperature=0, max_tokens=24, ignore_eos=True))
         states = llm.engine.scheduler.states
         assert states is not None
-        kept[mode] = states.pool.num_published
+        kept[mode] = states.pool.num_cached
     assert kept == {"align": 2, "all": 8}
 
 
@@ -264,7 +264,7 @@ def test_retention_says_which_states_others_find(retention: str | None, publishe
     (output,) = llm.generate(prompts(41), SamplingParams(temperature=0, max_tokens=24, ignore_eos=True))
     states = llm.engine.scheduler.states
     assert states is not None
-    assert states.pool.num_published == published
+    assert states.pool.num_cached == published
     again = llm.generate(prompts(41), SamplingParams(temperature=0, max_tokens=24, ignore_eos=True))
     assert ids(again) == ids([output])
     assert again[0].num_cached_tokens == {None: 40, "every=16": 32, "prompt_end": 40, "last+every=24": 24}[retention]
@@ -325,7 +325,7 @@ def test_what_went_wrong_under_drafts_is_not_shared(make_llm: Callable[..., LLM]
     assert llm.generate([prompt], GREEDY)[0].outputs[0].finish_reason == "error"
     pool = llm.engine.scheduler.pool
     assert pool is not None
-    assert pool.num_published == 0
+    assert pool.num_cached == 0
     embedding[9] = kept
     for _ in range(2):
         assert ids(llm.generate([prompt], GREEDY)) == [clean]

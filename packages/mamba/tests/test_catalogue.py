@@ -242,7 +242,7 @@ def test_m24_metadata_survives_a_profiling_run():
 
 @pytest.mark.parametrize("rule", ["all", "last", "every=8", "prompt_end"])
 def test_m36_a_published_page_is_exact_when_it_is_announced_and_for_ever(rule):
-    # vllm #53505: others copied pages whose contents were not there yet. `PrefixRetention.columns_to_publish` is the
+    # vllm #53505: others copied pages whose contents were not there yet. `PrefixRetention.columns_to_cache` is the
     # event: after the step's fold was enqueued, it names columns whose pages hold the state and the window, and no step
     # writes them.
     layout, prompt = (CacheLayout(ALL, 4, 2, MAX_LEN, FOLD, 5), 11)  # the shortest ring: folds between boundaries, too
@@ -258,7 +258,7 @@ def test_m36_a_published_page_is_exact_when_it_is_announced_and_for_ever(rule):
         step = cache.step(table[:1], [1], n, [q], decodes)
         step.mix(0, xbc[before : before + q], dt[before : before + q])
         n = step.commit([kept])
-        for column in retention.columns_to_publish(before, int(n), prompt):
+        for column in retention.columns_to_cache(before, int(n), prompt):
             announced[column] = [t[table[0, column]].clone() for t in cache.pages.layer(0)]
     assert len(announced) == {"all": 10, "last": 10, "every=8": 5, "prompt_end": 1}[rule]
     for column, seen in announced.items():

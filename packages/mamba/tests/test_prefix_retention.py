@@ -25,7 +25,7 @@ def steps(sizes):
 def test_the_cache_holds_what_the_rule_keeps(rule, sizes, prompt_len):
     kept, cache = PrefixRetention.parse(rule, 4), set()
     for before, after in steps(sizes):
-        cache |= set(kept.columns_to_publish(before, after, prompt_len))
+        cache |= set(kept.columns_to_cache(before, after, prompt_len))
         cache = {column for column in cache if kept.keeps(column, after, prompt_len)}
         assert cache == {p for p in range(after // 4 + 2) if kept.keeps(p, after, prompt_len)}
 
@@ -35,7 +35,7 @@ def test_the_cache_holds_what_the_rule_keeps(rule, sizes, prompt_len):
 def test_m34_a_boundary_is_published_once(rule, sizes, prompt_len):
     # sglang #24221, #24954: snapshots that raced. However a request is cut into steps, no column is named twice.
     kept = PrefixRetention.parse(rule, 4)
-    seen = [p for before, after in steps(sizes) for p in kept.columns_to_publish(before, after, prompt_len)]
+    seen = [p for before, after in steps(sizes) for p in kept.columns_to_cache(before, after, prompt_len)]
     assert len(seen) == len(set(seen))
     assert seen == sorted(seen)
 
@@ -43,7 +43,7 @@ def test_m34_a_boundary_is_published_once(rule, sizes, prompt_len):
 def test_rules():
     # 40 tokens in blocks of 4, all at once; the prompt has 29, so the same prompt could start from 28.
     def columns(rule):
-        return PrefixRetention.parse(rule, 4).columns_to_publish(0, 40, 29)
+        return PrefixRetention.parse(rule, 4).columns_to_cache(0, 40, 29)
 
     assert columns("none") == []
     assert columns("all") == list(range(10))
@@ -56,15 +56,15 @@ def test_rules():
     # The order makes no difference, and of two rules the wider one counts.
     assert columns("all+every=8") == columns("every=8+all") == columns("last+all") == list(range(10))
     # M13: of a prompt of whole blocks, the last block's end is of no use to the same prompt.
-    assert PrefixRetention.parse("prompt_end", 4).columns_to_publish(0, 40, 28) == [5]
-    assert PrefixRetention.parse("prompt_end", 4).columns_to_publish(0, 4, 4) == []
+    assert PrefixRetention.parse("prompt_end", 4).columns_to_cache(0, 40, 28) == [5]
+    assert PrefixRetention.parse("prompt_end", 4).columns_to_cache(0, 4, 4) == []
 
 
 def test_modes_are_rules():
     def of(mode):
         return PrefixRetention.of(CacheLayout(mode, 64 if mode is MambaCacheMode.NONE else 8, 2, 64))
 
-    assert of(MambaCacheMode.NONE).columns_to_publish(0, 64, 64) == []
+    assert of(MambaCacheMode.NONE).columns_to_cache(0, 64, 64) == []
     assert of(MambaCacheMode.ALL) == PrefixRetention.parse("all", 8)
     assert of(MambaCacheMode.ALIGN) == PrefixRetention.parse("last+prompt_end", 8)
 

@@ -14,13 +14,13 @@ from bateleur.runner.requests.prefix_keys import PrefixKeys
 def test_a_published_block_is_found_until_memory_is_needed() -> None:
     pool = BlockPool(4)
     first, second = pool.allocate(2)
-    assert pool.publish(first, "a")
-    assert pool.publish(second, "b")
+    assert pool.insert(first, "a")
+    assert pool.insert(second, "b")
     pool.free([second, first])
     assert pool.num_free == 3
     assert (pool.find("a"), pool.find("b"), pool.find("c")) == (first, second, 0)
     pool.allocate(1)  # the one that never had contents
-    assert pool.num_published == 2
+    assert pool.num_cached == 2
     pool.allocate(1)  # the least recently freed
     assert (pool.find("a"), pool.find("b")) == (first, 0)
 
@@ -28,7 +28,7 @@ def test_a_published_block_is_found_until_memory_is_needed() -> None:
 def test_a_shared_block_returns_with_its_last_holder() -> None:
     pool = BlockPool(3)
     (block,) = pool.allocate(1)
-    pool.publish(block, "a")
+    pool.insert(block, "a")
     pool.hold([block])
     pool.free([block])
     assert pool.num_free == 1
@@ -44,8 +44,8 @@ def test_a_shared_block_returns_with_its_last_holder() -> None:
 def test_the_first_of_two_equal_blocks_is_kept() -> None:
     pool = BlockPool(4)
     first, second = pool.allocate(2)
-    assert pool.publish(first, "a")
-    assert not pool.publish(second, "a")
+    assert pool.insert(first, "a")
+    assert not pool.insert(second, "a")
     pool.free([first, second])
     assert pool.find("a") == first
     pool.forget(first)
@@ -67,7 +67,7 @@ def test_random_traffic_never_mixes_contents() -> None:
             (block,) = pool.allocate(1)
             assert block not in held
             contents[block] = -step - 1
-            if rng.random() < 0.7 and pool.publish(block, key):
+            if rng.random() < 0.7 and pool.insert(block, key):
                 contents[block] = key
             held.append(block)
         assert pool.num_free == 8 - len(set(held))
@@ -105,7 +105,7 @@ def test_f3_a_key_ahead_covers_the_next_token() -> None:
 def test_what_is_filled_is_found_and_its_end_is_forgotten_first() -> None:
     pool = BlockPool(5)
     (here,) = pool.allocate(1)
-    pool.publish(here, "b")
+    pool.insert(here, "b")
     pool.free([here])
     filled = pool.fill(["a", "b", "c"])
     assert filled is not None
@@ -122,7 +122,7 @@ def test_what_does_not_fit_is_not_filled_at_all() -> None:
     pool = BlockPool(4)
     held = pool.allocate(2)
     assert pool.fill(["a", "b"]) is None
-    assert (pool.num_published, pool.num_free) == (0, 1)
+    assert (pool.num_cached, pool.num_free) == (0, 1)
     pool.free(held)
     pool.fresh = [held[0]]
     assert pool.fill(["a", "b", "c"]) is not None
@@ -132,8 +132,8 @@ def test_what_does_not_fit_is_not_filled_at_all() -> None:
 def test_of_equal_blocks_that_are_published_together_the_first_is_kept() -> None:
     pool = BlockPool(5)
     blocks = pool.allocate(4)
-    pool.publish_all(blocks, ["a", "b", "a", "c"])
+    pool.insert_all(blocks, ["a", "b", "a", "c"])
     assert [pool.find(key) for key in "abc"] == [blocks[0], blocks[1], blocks[3]]
-    assert pool.num_published == 3
-    with pytest.raises(AssertionError, match="published once"):
-        pool.publish_all(blocks[:1], ["d"])
+    assert pool.num_cached == 3
+    with pytest.raises(AssertionError, match="inserted once"):
+        pool.insert_all(blocks[:1], ["d"])

@@ -152,14 +152,8 @@ def test_pages_lie_as_far_apart_as_they_cost(name: str) -> None:
     assert layout is not None
     assert layout.block_size == 64
     assert rule.every // 2 * costs.token_bytes < costs.page_bytes <= rule.every * costs.token_bytes
-    assert rule.columns_to_publish(0, 1000, 1000) == [
-        0,
-        1,
-        3,
-        7,
-        14,
-    ]  # 64, 128, 256, 512 and the end of the prompt, 960
-    assert costs.pages_to_share == len(rule.columns_to_publish(0, LONGEST, LONGEST))
+    assert rule.columns_to_cache(0, 1000, 1000) == [0, 1, 3, 7, 14]  # 64, 128, 256, 512 and the end of the prompt, 960
+    assert costs.pages_to_share == len(rule.columns_to_cache(0, LONGEST, LONGEST))
     assert costs.pages_to_share * costs.page_bytes < 3 * LONGEST * costs.token_bytes
 
 

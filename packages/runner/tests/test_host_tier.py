@@ -49,7 +49,7 @@ class Blocks:
         if how == "computed":
             (block,) = self.pool.allocate(1)
             self.write(key, block)
-            self.pool.publish(block, key)
+            self.pool.insert(block, key)
         else:
             block = self.pool.find(key)
             self.pool.hold([block])
@@ -114,7 +114,7 @@ def test_of_a_chain_the_beginning_stays_longest() -> None:
     chain = [blocks.pool.allocate(1)[0] for _ in range(5)]
     for key, block in zip(KEYS, chain, strict=False):
         blocks.write(key, block)
-        blocks.pool.publish(block, key)
+        blocks.pool.insert(block, key)
     blocks.pool.free(chain[::-1])
     blocks.pool.free(blocks.pool.allocate(5))
     assert [key for key in KEYS if blocks.tier.has_block(key)] == KEYS[:4]
@@ -141,7 +141,7 @@ def test_rows_in_use_stay() -> None:
     host = HostMemory(2, 8, CPU)
     rows = host.take(KEYS[:2])
     assert host.take(KEYS[2:3]) == []
-    host.publish(KEYS[:2], rows)
+    host.insert(KEYS[:2], rows)
     host.release(rows[:1])
     assert host.take(KEYS[2:3]) == rows[:1]
     assert KEYS[0] not in host

@@ -56,9 +56,7 @@ def test_m38_rows_hold_what_steps_need_and_never_more_than_planned(policy, mode,
             steps = 1 if scanned or policy is StatePolicy.FOLD else int(lens[i])
             first = int(before[i]) // BLOCK if policy is StatePolicy.FOLD and not scanned else last
             assert all(held[first : first + steps])
-            kept = (
-                rule.columns_to_publish(int(before[i]), int(before[i] + lens[i]), int(prompt[row])) if scanned else []
-            )
+            kept = rule.columns_to_cache(int(before[i]), int(before[i] + lens[i]), int(prompt[row])) if scanned else []
             own = [c for c in np.flatnonzero(held).tolist() if held[c] not in pool._keys and c not in kept]
             assert len(own) <= layout.slots_per_request()
             if before[i]:

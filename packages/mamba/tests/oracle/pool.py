@@ -52,7 +52,7 @@ class Pool:
                 else:
                     self._free.append(page)
 
-    def publish(self, page: int, key: bytes) -> bool:
+    def insert(self, page: int, key: bytes) -> bool:
         """Set the key of a slot; return False if another slot has the key."""
         if key in self._pages:
             return False

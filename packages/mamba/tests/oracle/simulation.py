@@ -113,7 +113,7 @@ class Simulation:
         move = self._fold if self.folds else self._slots
         move(batch, table, truth, fed, self._buffers[len(lanes)])
         lanes.computed[batch.lanes] += batch.accepted
-        self._publish(batch, truth)
+        self._insert(batch, truth)
 
     def _cover(self, batch: Batch) -> NDArray[np.int32]:
         """Allocate slots for the step, filled with garbage. Return the block table, with garbage in padded rows."""
@@ -130,7 +130,7 @@ class Simulation:
         table[idle] = self.rng.integers(0, len(self.pages.length), table.shape)[idle]
         return table
 
-    def _publish(self, batch: Batch, truth: Ints) -> None:
+    def _insert(self, batch: Batch, truth: Ints) -> None:
         """Publish the passed boundaries, and check their states."""
         if self.held is None:
             return

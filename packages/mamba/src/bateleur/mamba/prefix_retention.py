@@ -76,7 +76,7 @@ class PrefixRetention:
         boundary = (column + 1) * self.block_size
         return bool((self.every and boundary % self.every == 0) or (self.doubling and not column & (column + 1)))
 
-    def columns_to_publish(self, before: int, after: int, prompt_len: int) -> list[int]:
+    def columns_to_cache(self, before: int, after: int, prompt_len: int) -> list[int]:
         """Return the columns to add to the prefix cache after a step from `before` to `after` tokens, ascending."""
         passed = range(before // self.block_size, after // self.block_size)
         return [column for column in passed if self.keeps(column, after, prompt_len)]

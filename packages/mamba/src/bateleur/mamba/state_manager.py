@@ -41,7 +41,7 @@ class StateBlockPool(Protocol):
     def free(self, pages: Sequence[int]) -> None:
         """Remove one reference from each state slot in `pages`. A cached slot keeps its prefix key until reused."""
 
-    def publish(self, page: int, key: bytes) -> bool:
+    def insert(self, page: int, key: bytes) -> bool:
         """Add state slot `page` to the prefix cache by `key`. Returns False if another slot has, and keeps, the key."""
 
     def find(self, key: bytes) -> int:
@@ -59,7 +59,7 @@ class _BlockChanges(NamedTuple):
 
     dropped: list[list[int]]
     """(index in the step, row, column, slot) of each block to remove from the prefix cache."""
-    published: list[list[int]]
+    cached: list[list[int]]
     """The same of each block to add to the prefix cache."""
     freed: NDArray[np.int64]
     """Cells of the flattened block table whose slots no later step reads."""
@@ -92,8 +92,8 @@ class MambaStateManager:
         self.blocks = BlockTable(np.zeros((num_rows, layout.columns()), dtype=np.int32))
         self.table = self.blocks.ids
         self._folds = layout.policy is StatePolicy.FOLD
-        # By row: the slot that it published last, 0 if another request had published the same prefix first.
-        self._last_published = np.zeros(num_rows, dtype=np.int64)
+        # By row: the slot that it cached last, 0 if another request had cached the same prefix first.
+        self._last_cached = np.zeros(num_rows, dtype=np.int64)
         self._last_key = [(-1, b"")] * num_rows
         """By row: the last column that was added to the prefix cache, and its key."""
         self._always_kept = np.array([retention.always_keeps(column) for column in range(layout.columns())])
@@ -135,7 +135,7 @@ class MambaStateManager:
         for i in range(num_decodes, len(rows)):
             row, computed, after = int(rows[i]), int(computed_R[i]), int(computed_R[i] + query_lens_R[i])
             if not self.table[row, last := (after - 1) // self.block_size]:
-                kept = self.retention.columns_to_publish(computed, after, int(prompt_lens_R[i]))
+                kept = self.retention.columns_to_cache(computed, after, int(prompt_lens_R[i]))
                 self._allocate_prefill(row, last, kept)
 
     def _missing_cells(
@@ -201,9 +201,9 @@ class MambaStateManager:
             last, name = self._last_key[row]
             if last == column and page == pool.find(name):
                 pool.forget(page)
-        for i, row, column, page in changes.published:
+        for i, row, column, page in changes.cached:
             name = key(i, (column + 1) * size)
-            self._last_published[row] = page if pool.publish(page, name) else 0
+            self._last_cached[row] = page if pool.insert(page, name) else 0
             self._last_key[row] = column, name
         if len(changes.freed):
             pool.free(self.table.reshape(-1)[changes.freed].tolist())
@@ -223,19 +223,19 @@ class MambaStateManager:
         counts_R = after_R // size - first_R
         passed = counts_R.nonzero()[0]
         before = first_R[passed] - 1
-        newest = self._last_published[rows[passed]]
+        newest = self._last_cached[rows[passed]]
         drop = (before >= 0) & ~self._always_kept[before] & (newest > 0) & rule.last
         which, columns = expand_ranges(passed, first_R[passed], counts_R[passed])
-        publish = self._always_kept[columns]
+        insert = self._always_kept[columns]
         if rule.prompt_end:
             drop &= before != ends_R[passed]
-            publish |= columns == ends_R[which]
+            insert |= columns == ends_R[which]
         if rule.last:
-            publish |= columns == (first_R + counts_R)[which] - 1
+            insert |= columns == (first_R + counts_R)[which] - 1
         pages = self.table[rows[which], columns]
-        publish &= pages > 0
+        insert &= pages > 0
         dropped = np.stack((index[passed], rows[passed], before, newest), 1)[drop].tolist()
-        published = np.stack((index[which], rows[which], columns, pages), 1)[publish].tolist()
+        cached = np.stack((index[which], rows[which], columns, pages), 1)[insert].tolist()
         in_prompt_R = before_R < prompt_lens_R
         oldest_R = self._oldest(after_R, in_prompt_R)
         moved = (in_prompt_R | (oldest_R > self._oldest(before_R, in_prompt_R))).nonzero()[0]
@@ -243,7 +243,7 @@ class MambaStateManager:
         where, columns = held.nonzero()
         freed = rows[moved[where]] * self.table.shape[1] + columns
         self._next_commit[rows] = self._next_change(after_R, prompt_lens_R)
-        return _BlockChanges(dropped, published, freed)
+        return _BlockChanges(dropped, cached, freed)
 
     def _next_change(self, computed_R: NDArray[np.int32], prompt_lens_R: NDArray[np.int32]) -> NDArray[np.int64]:
         """Return the number of computed tokens (R,) at which `commit` has work again; 0 for requests in a prompt."""
@@ -268,7 +268,7 @@ class MambaStateManager:
     def clear(self) -> None:
         """Free all state slots and empty the prefix cache."""
         self.blocks.clear_all()
-        self._last_published[:] = self._allocated_tokens[:] = self._next_commit[:] = 0
+        self._last_cached[:] = self._allocated_tokens[:] = self._next_commit[:] = 0
         self.pool.clear()
 
     def release(self, row: int) -> None:
@@ -276,4 +276,4 @@ class MambaStateManager:
         held = self.table[row]
         self.pool.free(held[held > 0].tolist())
         self.blocks.clear(row)
-        self._last_published[row] = self._allocated_tokens[row] = self._next_commit[row] = 0
+        self._last_cached[row] = self._allocated_tokens[row] = self._next_commit[row] = 0

@@ -45,7 +45,7 @@ class BlockPool:
         return self.num_blocks - 1
 
     @property
-    def num_published(self) -> int:
+    def num_cached(self) -> int:
         """Number of blocks in the prefix cache."""
         return len(self._keys)
 
@@ -85,25 +85,25 @@ class BlockPool:
             else:
                 self._free.append(block)
 
-    def publish(self, block: int, key: Hashable) -> bool:
+    def insert(self, block: int, key: Hashable) -> bool:
         """Add a referenced block to the prefix cache under `key`. Its contents must not change any more.
 
         Returns False if another block has the key. That block keeps it, and this one stays out of the prefix cache.
         """
         assert self._holders[block] > 0, "a block without references has no contents"
-        assert block not in self._keys, "a block is published once"
+        assert block not in self._keys, "a block is inserted once"
         if key in self._blocks:
             return False
         self._keys[block] = key
         self._blocks[key] = block
         return True
 
-    def publish_all(self, blocks: Sequence[int], keys: Sequence[Hashable]) -> None:
+    def insert_all(self, blocks: Sequence[int], keys: Sequence[Hashable]) -> None:
         """Add several blocks to the prefix cache, each under its key."""
         holders, names, known = self._holders, self._keys, self._blocks
         for block, key in zip(blocks, keys, strict=True):
             assert holders[block] > 0, "a block without references has no contents"
-            assert block not in names, "a block is published once"
+            assert block not in names, "a block is inserted once"
             if key not in known:
                 names[block] = key
                 known[key] = block
@@ -138,7 +138,7 @@ class BlockPool:
                 self.fresh = [block for block in self.fresh if block not in set(blocks)]
             filled = list(zip(missing, blocks, strict=True))
             for i, block in filled:
-                self.publish(block, keys[i])
+                self.insert(block, keys[i])
                 there[i] = block
         self.free([block for block in reversed(there) if block])
         return filled
@@ -146,7 +146,7 @@ class BlockPool:
     def hold(self, blocks: Iterable[int]) -> None:
         """Add one reference to each of these blocks of the prefix cache."""
         for block in blocks:
-            assert block in self._keys, "only published blocks are shared"
+            assert block in self._keys, "only cached blocks are shared"
             self._idle.pop(block, None)
             self._holders[block] += 1
 

@@ -136,7 +136,7 @@ class CacheCosts:
         if self.retention is None or self.layout is None:
             return 0
         longest = self.layout.max_model_len
-        return len(self.retention.columns_to_publish(0, longest, longest))
+        return len(self.retention.columns_to_cache(0, longest, longest))
 
     def fixed_bytes(self, num_rows: int) -> int:
         """Return the bytes of `num_rows` running requests and a padding row, without keys, values and cached pages."""

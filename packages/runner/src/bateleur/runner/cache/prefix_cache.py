@@ -197,14 +197,14 @@ class PrefixCache:
         """
         return self._compute_keys(keys, ids, first, end)
 
-    def publish(self, rows: NDArray[np.int64], before_R: NDArray[np.int32], after_R: NDArray[np.int32]) -> None:
+    def insert(self, rows: NDArray[np.int64], before_R: NDArray[np.int32], after_R: NDArray[np.int32]) -> None:
         """Add the KV blocks that a step filled to the prefix cache, and commit its states.
 
         rows: requests of the step. before_R, after_R: computed tokens of each request before and after the step.
         """
         blocks, block_keys = self._row_keys.advance(rows, after_R)
         if block_keys and self._blocks is not None:
-            self._blocks.publish_all(blocks, block_keys)
+            self._blocks.insert_all(blocks, block_keys)
         if self._states is not None:
             prefill_len_R = self._table.prefill_len[rows]
             self._states.commit(rows, before_R, after_R, prefill_len_R, self._row_keys.of)

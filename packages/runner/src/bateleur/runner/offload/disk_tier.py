@@ -259,18 +259,18 @@ class DiskTier:
                 error = f"see rank {rank}" if rank != self._ranks.rank else _read_error(future)
                 self._refuse(_REASONS[reason], transfers[count:], f"{error}")
             for transfer in transfers[:count]:
-                self._publish(transfer)
+                self._insert(transfer)
             for transfer in transfers:
                 self._release(transfer)
             done.append(request)
         return done
 
-    def _publish(self, transfer: _Transfer) -> None:
+    def _insert(self, transfer: _Transfer) -> None:
         span = transfer.span
         if self._blocks is not None:
-            self._blocks.host.publish([span.blocks[i] for i in transfer.wanted], transfer.blocks)
+            self._blocks.host.insert([span.blocks[i] for i in transfer.wanted], transfer.blocks)
         if self._pages is not None and span.page is not None and transfer.pages:
-            self._pages.host.publish([span.page], transfer.pages)
+            self._pages.host.insert([span.page], transfer.pages)
         self._stats.disk_hit_tokens += span.end - span.start
         self._stats.read_bytes += self._size(transfer)
 

@@ -83,7 +83,7 @@ class HostMemory:
     @property
     def used_bytes(self) -> int:
         """Bytes of the rows that have contents."""
-        return self._pool.num_published * self.rows.shape[1]
+        return self._pool.num_cached * self.rows.shape[1]
 
     def __contains__(self, key: Hashable) -> bool:
         return bool(self._pool.find(key))
@@ -95,15 +95,15 @@ class HostMemory:
         return [each - 1 for each in found]
 
     def take(self, keys: Sequence[Hashable]) -> list[int]:
-        """Hold and return new rows, which `find` does not return before `publish`; [] if there is no room for all."""
+        """Hold and return new rows, which `find` does not return before `insert`; [] if there is no room for all."""
         if len(keys) > self._pool.num_free:
             return []
         return [each - 1 for each in self._pool.allocate(len(keys))]
 
-    def publish(self, keys: Sequence[Hashable], rows: Sequence[int]) -> None:
+    def insert(self, keys: Sequence[Hashable], rows: Sequence[int]) -> None:
         """Set the keys of held rows, so that `find` returns them. A key that another row has stays there."""
         for key, row in zip(keys, rows, strict=True):
-            self._pool.publish(row + 1, key)
+            self._pool.insert(row + 1, key)
 
     def release(self, rows: Iterable[int]) -> None:
         """Remove one hold from each row. Rows given first are evicted first."""
@@ -146,7 +146,7 @@ class OffloadedRows:
             self.stats.dropped_bytes += size
             return False
         self.copies.to_host(self.device.rows, [number for number, _ in new], self.host.rows, rows)
-        self.host.publish(keys, rows)
+        self.host.insert(keys, rows)
         self.host.release(rows)
         self.stats.stored_bytes += size
         return True

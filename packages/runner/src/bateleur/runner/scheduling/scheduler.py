@@ -235,7 +235,7 @@ class Scheduler:
         t.num_uncertain[rows[:n]] -= lens[:n] - 1
         if self.prefixes is None:
             return
-        self.prefixes.publish(rows, before, after)
+        self.prefixes.insert(rows, before, after)
         if self._followers:
             for leader in self._followers.keys() & set(requests):
                 if self._has_prompt(leader):
