@@ -118,7 +118,7 @@ def _probability(logits: Tensor, scale: LogNormalizer, row: Tensor, token: Tenso
     if shard is None:
         lane, here = token.clamp(0, logits.shape[1] - 1), (token >= 0) & (token < logits.shape[1])
     else:
-        lane, here = shard.lanes(token)
+        lane, here = shard.local_indices(token)
     found = scale.at(row).log_probs(logits[row, lane].unsqueeze(-1)).exp_().squeeze(-1).where(here, 0.0)
     # One rank has it, and the others nothing: no sum is rounded.
     return found if shard is None else shard.collectives.sum_(found)

@@ -87,46 +87,46 @@ class VocabShard:
         """V: the number of tokens of all ranks."""
         return self.starts[-1]
 
-    def reduce_argmax(self, value_N: Tensor, lane_N: Tensor) -> tuple[Tensor, Tensor]:
+    def reduce_argmax(self, value_N: Tensor, index_N: Tensor) -> tuple[Tensor, Tensor]:
         """Return the first maximum of all shards: token ids (N,) int64, and whether the row is bad, (N,) bool, as in
         `SampledTokens`.
 
         value_N: (N,) floating, no wider than float32: the maximum of this shard, NaN if the row holds one, -inf if no
             value is above -inf.
-        lane_N: (N,) int64, the first index of the maximum in this shard; ignored in bad rows.
+        index_N: (N,) int64, the first index of the maximum in this shard; ignored in bad rows.
         """
-        packed_N = self.collectives.max_(self._packed(value_N, lane_N))
+        packed_N = self.collectives.max_(self._packed(value_N, index_N))
         # The order of -inf is one further from 0 than that of inf.
         bad_N = (packed_N >> 32).abs_() > _INF_ORDER
         return packed_N.bitwise_and_(_LAST).neg_().add_(_LAST).masked_fill_(bad_N, 0), bad_N
 
-    def top(self, values_Nn: Tensor, lanes_Nn: Tensor, num: int) -> tuple[Tensor, Tensor]:
+    def top(self, values_Nn: Tensor, indices_Nn: Tensor, num: int) -> tuple[Tensor, Tensor]:
         """Return the `num` largest values of all shards, (N, num) float32, and their token ids, int64; of equal
         values the lowest id first.
 
-        values_Nn, lanes_Nn: the n largest values of this shard and their indices. n is `num`, or the size of the
+        values_Nn, indices_Nn: the n largest values of this shard and their indices. n is `num`, or the size of the
             shard if that is smaller.
         """
         short = num - values_Nn.shape[1]
-        packed_Nn = pad(self._packed(values_Nn, lanes_Nn), (0, short), value=torch.iinfo(torch.int64).min)
+        packed_Nn = pad(self._packed(values_Nn, indices_Nn), (0, short), value=torch.iinfo(torch.int64).min)
         every_NX = self.collectives.every(packed_Nn).movedim(0, 1).flatten(1)
         packed_Nn = every_NX.topk(num, dim=-1).values
         return float_of(packed_Nn >> 32), _LAST - (packed_Nn & _LAST)
 
-    def _packed(self, value: Tensor, lane: Tensor) -> Tensor:
-        return order_of(value).bitwise_left_shift_(32).add_(_LAST - self.first).sub_(lane)
+    def _packed(self, value: Tensor, index: Tensor) -> Tensor:
+        return order_of(value).bitwise_left_shift_(32).add_(_LAST - self.first).sub_(index)
 
     def best(self, value_N: Tensor) -> Tensor:
         """Return the maximum of `value_N` over all shards, for each row: (N,) float32; NaN if one is NaN."""
         return float_of(self.collectives.max_(order_of(value_N)))
 
-    def lanes(self, token_ids: Tensor) -> tuple[Tensor, Tensor]:
+    def local_indices(self, token_ids: Tensor) -> tuple[Tensor, Tensor]:
         """Return the indices of tokens in this shard, int64 (0 if they are in another one), and whether they are in
         it, bool.
         """
-        lane = token_ids - self.first
-        here = (lane >= 0) & (lane < self.end - self.first)
-        return lane.masked_fill_(~here, 0), here
+        index = token_ids - self.first
+        here = (index >= 0) & (index < self.end - self.first)
+        return index.masked_fill_(~here, 0), here
 
 
 def order_of(x: Tensor) -> Tensor:

@@ -31,7 +31,7 @@ class DeltaRule(Recurrence):
 
     @property
     @abstractmethod
-    def lanes(self) -> tuple[int, int]:
+    def head_dims(self) -> tuple[int, int]:
         """Channels of a key and of a value, (Dk, Dv)."""
 
     @property
@@ -47,13 +47,13 @@ class DeltaRule(Recurrence):
     @property
     def conv_dim(self) -> int:
         """Channels of the convolution: queries, keys and values of all heads."""
-        (key_heads, value_heads), (key_dim, value_dim) = self.heads, self.lanes
+        (key_heads, value_heads), (key_dim, value_dim) = self.heads, self.head_dims
         return 2 * key_heads * key_dim + value_heads * value_dim
 
     @property
     def state_shape(self) -> tuple[int, int, int]:
         """Shape of the state of one slot, (H, Dv, Dk): value heads, value and key channels."""
-        (_, value_heads), (key_dim, value_dim) = self.heads, self.lanes
+        (_, value_heads), (key_dim, value_dim) = self.heads, self.head_dims
         return (value_heads, value_dim, key_dim)
 
     @property
@@ -81,14 +81,14 @@ class DeltaRule(Recurrence):
     def ring_entry(self) -> tuple[TensorSpec, ...]:
         """Tensors of a ring entry: k before normalization, the corrected value u, and the log decay g."""
         return (
-            TensorSpec("k", (self.heads[0], self.lanes[0]), self.conv_dtype),
+            TensorSpec("k", (self.heads[0], self.head_dims[0]), self.conv_dtype),
             TensorSpec("u", self.output_shape, self.compute_dtype),
             TensorSpec("g", self.decay_shape, self.compute_dtype, -1),
         )
 
     def split(self, channels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Split channels (T, conv_dim) into views q and k (T, G, Dk), and v (T, H, Dv)."""
-        (key_heads, value_heads), (key_dim, value_dim) = self.heads, self.lanes
+        (key_heads, value_heads), (key_dim, value_dim) = self.heads, self.head_dims
         keys = key_heads * key_dim
         q, k, v = channels.split_with_sizes([keys, keys, value_heads * value_dim], -1)
         of_keys = (-1, key_heads, key_dim)
@@ -185,7 +185,7 @@ class GatedDelta(DeltaRule):
         return (self.num_key_heads, self.num_value_heads)
 
     @property
-    def lanes(self) -> tuple[int, int]:
+    def head_dims(self) -> tuple[int, int]:
         """(Dk, Dv)."""
         return (self.key_dim, self.value_dim)
 
@@ -226,7 +226,7 @@ class KimiDelta(DeltaRule):
         return (self.num_heads, self.num_heads)
 
     @property
-    def lanes(self) -> tuple[int, int]:
+    def head_dims(self) -> tuple[int, int]:
         """(Dk, Dv)."""
         return (self.key_dim, self.value_dim)
 

@@ -84,7 +84,7 @@ def _reason_against_fla(spec: ModelSpec, dtype: torch.dtype, device: torch.devic
     layers = _delta_layers(spec)
     if not layers:
         return "fla-core scans delta rules, and the model has none"
-    reason = fla.why_not(device, dtype, max(layer.state.lanes[0] for layer in layers))
+    reason = fla.why_not(device, dtype, max(layer.state.head_dims[0] for layer in layers))
     return reason and f"fla-core does not serve: {reason}"
 
 

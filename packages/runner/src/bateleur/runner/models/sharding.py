@@ -136,15 +136,15 @@ def shard_layer(layer: SingleLayer, ranks: Ranks) -> tuple[SingleLayer, WeightSh
 
 
 def _attention(layer: AttentionLayer, ranks: Ranks) -> tuple[SingleLayer, WeightShard]:
-    lanes, q, kv = layer.head_dim, layer.num_heads, layer.num_kv_heads
+    head_dim, q, kv = layer.head_dim, layer.num_heads, layer.num_kv_heads
     own_q, own_kv = ranks.even("num_attention_heads", q), ranks.shared("num_key_value_heads", kv)
     stacked = [*([(own_q, q)] if layer.gated else []), (own_q, q), (own_kv, kv), (own_kv, kv)]
-    rows = _stacked_rows([(_lanes(own, lanes), count * lanes) for own, count in stacked])
-    cuts: dict[str, Cut] = {"qkv_proj": {0: rows}, "qkv_bias": {0: rows}, "o_proj": {1: (_lanes(own_q, lanes),)}}
+    rows = _stacked_rows([(_elements(own, head_dim), count * head_dim) for own, count in stacked])
+    cuts: dict[str, Cut] = {"qkv_proj": {0: rows}, "qkv_bias": {0: rows}, "o_proj": {1: (_elements(own_q, head_dim),)}}
     if layer.sinks:
         cuts["sinks"] = {0: (own_q,)}
     if layer.qk_norm_whole:
-        cuts |= {"q_norm": {0: (_lanes(own_q, lanes),)}, "k_norm": {0: (_lanes(own_kv, lanes),)}}
+        cuts |= {"q_norm": {0: (_elements(own_q, head_dim),)}, "k_norm": {0: (_elements(own_kv, head_dim),)}}
     of_heads = (q, kv) if layer.qk_norm_whole and not ranks.alone else None
     scales = {name: getattr(layer, name)[slice(*own_kv)] for name in ("k_scales", "v_scales")}
     own = replace(layer, num_heads=_size(own_q), num_kv_heads=_size(own_kv), of_heads=of_heads, **scales)
@@ -157,9 +157,9 @@ def _latent(layer: LatentLayer, ranks: Ranks) -> tuple[SingleLayer, WeightShard]
     rest = heads * query, heads * query + layer.rank + layer.shared_dim
     share = WeightShard(
         {
-            "in_proj": {0: (_lanes(own, query), rest)},
-            "latent_proj": {0: (_lanes(own, made),)},
-            "o_proj": {1: (_lanes(own, layer.value_dim),)},
+            "in_proj": {0: (_elements(own, query), rest)},
+            "latent_proj": {0: (_elements(own, made),)},
+            "o_proj": {1: (_elements(own, layer.value_dim),)},
         }
     )
     return replace(layer, num_heads=_size(own), num_kv_heads=_size(own)), share
@@ -168,8 +168,8 @@ def _latent(layer: LatentLayer, ranks: Ranks) -> tuple[SingleLayer, WeightShard]
 def _mamba(layer: MambaLayer, ranks: Ranks) -> tuple[SingleLayer, WeightShard]:
     state = layer.state
     heads, groups = ranks.even("Mamba heads", state.num_heads), ranks.shared("n_groups", state.num_groups)
-    inner, lanes = _lanes(heads, state.head_dim), _lanes(groups, state.state_size)
-    x, bc = (inner, state.inner_size), (lanes, state.num_groups * state.state_size)
+    inner, group_elements = _elements(heads, state.head_dim), _elements(groups, state.state_size)
+    x, bc = (inner, state.inner_size), (group_elements, state.num_groups * state.state_size)
     conv = _stacked_rows([x, bc, bc])
     rows = _stacked_rows([x, x, bc, bc, (heads, state.num_heads)])  # the gate is as wide as x
     share = WeightShard(
@@ -191,11 +191,14 @@ def _mamba(layer: MambaLayer, ranks: Ranks) -> tuple[SingleLayer, WeightShard]:
 
 def _delta(layer: DeltaLayer, ranks: Ranks) -> tuple[SingleLayer, WeightShard]:
     state = layer.state
-    (keys, values), (key_dim, value_dim) = state.heads, state.lanes
+    (keys, values), (key_dim, value_dim) = state.heads, state.head_dims
     own_v, own_k = ranks.even("value heads", values), ranks.shared("key heads", keys)
-    qkv = [*[(_lanes(own_k, key_dim), keys * key_dim)] * 2, (_lanes(own_v, value_dim), values * value_dim)]
-    decay_lanes = 1 if isinstance(state, GatedDelta) else key_dim
-    gate, decays = ((_lanes(own_v, value_dim), values * value_dim), (_lanes(own_v, decay_lanes), values * decay_lanes))
+    qkv = [*[(_elements(own_k, key_dim), keys * key_dim)] * 2, (_elements(own_v, value_dim), values * value_dim)]
+    decay_dim = 1 if isinstance(state, GatedDelta) else key_dim
+    gate, decays = (
+        (_elements(own_v, value_dim), values * value_dim),
+        (_elements(own_v, decay_dim), values * decay_dim),
+    )
     low = layer.rank
     whole = None if low is None else ((0, low), low)
     rows = _stacked_rows([*qkv, whole or gate, (own_v, values), whole or decays])
@@ -254,7 +257,7 @@ def _size(own: Range) -> int:
     return own[1] - own[0]
 
 
-def _lanes(own: Range, size: int) -> Range:
+def _elements(own: Range, size: int) -> Range:
     """Return the range of elements of the heads `own`, with `size` elements per head."""
     return own[0] * size, own[1] * size
 

@@ -57,5 +57,5 @@ def _gathered(logits: Tensor, token_ids: Tensor, shard: VocabShard | None) -> Te
     """Return the logits of (R, k) tokens, also of those in other shards."""
     if shard is None:
         return logits.gather(1, token_ids)
-    lane_Rk, here_Rk = shard.lanes(token_ids)
+    lane_Rk, here_Rk = shard.local_indices(token_ids)
     return shard.best(logits.gather(1, lane_Rk).where(here_Rk, -torch.inf))

@@ -179,7 +179,7 @@ class Sampler:
         assert self._output_counts is not None
         assert self._prompt_mask is not None
         if before is not None and self.shard is not None:
-            lane, here = self.shard.lanes(before)
+            lane, here = self.shard.local_indices(before)
             before = lane.masked_fill_(~here, -1)
         values = self._copies("penalties", self._values[rows, _REPETITION:])
         owners = self._copies("penalised rows", rows)
@@ -196,7 +196,7 @@ class Sampler:
         if self.shard is None:
             lane_SJ, here_SJ = drawn_SJ.clamp_min(0), drawn_SJ.ge(0)
         else:
-            lane_SJ, here_SJ = self.shard.lanes(drawn_SJ)
+            lane_SJ, here_SJ = self.shard.local_indices(drawn_SJ)
         cells_SJ = self._copies("counts", rows[chosen] * self._output_counts.shape[1]).unsqueeze(1) + lane_SJ
         self._output_counts.view(-1).scatter_add_(0, cells_SJ.flatten(), here_SJ.to(torch.int32).flatten())
 

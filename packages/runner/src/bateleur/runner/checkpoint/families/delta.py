@@ -119,7 +119,7 @@ def _rest(norm: str, out: str) -> Names:
 
 def _channels(layer: DeltaLayer) -> tuple[int, int, int]:
     """Return the numbers of rows for queries, keys and values in the projection."""
-    (key_heads, value_heads), (key_dim, value_dim) = layer.state.heads, layer.state.lanes
+    (key_heads, value_heads), (key_dim, value_dim) = layer.state.heads, layer.state.head_dims
     return key_heads * key_dim, key_heads * key_dim, value_heads * value_dim
 
 
