@@ -16,7 +16,7 @@ from torch import Tensor
 
 from bateleur.eagle import DraftContext, EagleSpeculator
 from bateleur.runner import LLM, RequestOutput, SamplingParams
-from bateleur.runner.sampling.rejection_sampler import EndedStep
+from bateleur.runner.sampling.rejection_sampler import SampledStep
 from bateleur.runner.scheduling.step_batch import StepBatch
 from eagle_doubles.drafters import ScriptedDrafter
 
@@ -198,7 +198,7 @@ def test_b4_host_counts_are_those_of_the_device_after_every_step(
     on_device = torch.zeros(4, dtype=torch.int64)
     verify = verifier.verify
 
-    def spy(batch: StepBatch, *args: Any) -> EndedStep:
+    def spy(batch: StepBatch, *args: Any) -> SampledStep:
         ended = verify(batch, *args)
         assert ended.num_valid is not None
         on_device.index_add_(0, batch.index.rows, ended.num_valid)

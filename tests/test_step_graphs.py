@@ -17,7 +17,7 @@ from bateleur.eagle import PolicyRows, RejectionOutput, SamplingMetadata
 from bateleur.runner import LLM, SamplingParams
 from bateleur.runner.diagnose.graph_coverage import describe_graphs
 from bateleur.runner.sampling import rejection_sampler
-from bateleur.runner.sampling.step_end import EndReason
+from bateleur.runner.sampling.step_end import SampleDispatchReason
 
 GRAPHS = {
     "cudagraph_mode": "FULL_DECODE_ONLY",
@@ -91,8 +91,8 @@ def test_tokens_are_those_of_eager_plain_decoding(
         kinds = [{"temperature": 0.0}] * 3 if greedy else DRAWS
         assert tokens(llm, params(kinds)) == plain(case.startswith("mtp"), greedy)
     ends = llm.engine.runner.ends.by_reason
-    assert set(ends) == {EndReason.GRAPH, EndReason.FORWARD}
-    assert ends[EndReason.GRAPH] > 10
+    assert set(ends) == {SampleDispatchReason.GRAPH, SampleDispatchReason.FORWARD}
+    assert ends[SampleDispatchReason.GRAPH] > 10
 
 
 def test_what_no_row_asks_for_is_in_no_graph_of_the_step(
@@ -141,7 +141,7 @@ def test_what_a_graph_does_not_hold_runs_eagerly_and_is_counted(
     llm = make(**HEAD, **GRAPHS)
     kinds = [kind | {"logprobs": 1} for kind in DRAWS]
     assert tokens(llm, params(kinds)) == plain(False, False)
-    assert set(llm.engine.runner.ends.by_reason) == {EndReason.RULES, EndReason.FORWARD}
+    assert set(llm.engine.runner.ends.by_reason) == {SampleDispatchReason.RULES, SampleDispatchReason.FORWARD}
     assert llm.engine.runner.proposer.drafter.decisions.by_reason[DispatchReason.DECODE] > 10
 
 
@@ -159,7 +159,7 @@ def test_behind_a_step_that_ends_eagerly_nothing_stale_is_read(make: Callable[..
             steps.append(sampler.rows.next_ids[live].tolist())
             spoiled += int((sampler.rows.num_valid > 1 + HEAD["num_speculative_tokens"]).sum())
         proposed.append(steps)
-        assert llm.engine.runner.ends.by_reason[EndReason.RULES] > 10
+        assert llm.engine.runner.ends.by_reason[SampleDispatchReason.RULES] > 10
     assert proposed[0] == proposed[1]
     assert spoiled > 5, "rows of requests that have ended"
 
@@ -291,6 +291,6 @@ def test_35387_rows_of_unequal_draft_lengths_keep_their_graph(
     """Also for steps with other numbers of drafts than a graph was captured for."""
     llm = make("head", num_speculative_tokens=3, draft_policy=policy(), **GRAPHS | {"cudagraph_capture_sizes": [12]})
     assert tokens(llm, params(DRAWS)) == plain(False, False)
-    assert set(llm.engine.runner.ends.by_reason) == {EndReason.GRAPH, EndReason.FORWARD}
-    assert llm.engine.runner.ends.by_reason[EndReason.FORWARD] <= 2, "prompts"
+    assert set(llm.engine.runner.ends.by_reason) == {SampleDispatchReason.GRAPH, SampleDispatchReason.FORWARD}
+    assert llm.engine.runner.ends.by_reason[SampleDispatchReason.FORWARD] <= 2, "prompts"
     assert llm.get_metrics().acceptance.tried[0] > 0

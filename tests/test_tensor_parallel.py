@@ -22,7 +22,7 @@ from bateleur.runner.config.engine_config import EngineConfig
 from bateleur.runner.config.limits import EngineLimits
 from bateleur.runner.distributed.ranks import Ranks
 from bateleur.runner.sampling.rejection_sampler import TRUNCATED, RejectionSampler
-from bateleur.runner.sampling.step_end import EndReason
+from bateleur.runner.sampling.step_end import SampleDispatchReason
 
 pytestmark = pytest.mark.usefixtures("forked_ranks")
 
@@ -57,7 +57,7 @@ def said(folder: Path, verify: bool = False, **settings: Any) -> list[list[list[
             report = llm.engine.verify_graphs(fuzz=1)
             assert {each.part for each in report.comparisons} >= {"forward", "end", "proposal"}
             assert report.ok, report.table()
-            assert llm.engine.runner.ends.by_reason.keys() >= {EndReason.GRAPH, EndReason.FORWARD}
+            assert llm.engine.runner.ends.by_reason.keys() >= {SampleDispatchReason.GRAPH, SampleDispatchReason.FORWARD}
         return outputs
 
 

@@ -228,7 +228,7 @@ def assert_idle(llm: LLM) -> None:
     assert not engine.requests
     assert not scheduler.waiting
     assert not scheduler.running
-    assert not engine.registry.claimed
+    assert not engine.registry.fetched_by_caller
     assert len(scheduler.table.free_rows) == llm.limits.max_num_seqs
     assert not scheduler.table.block_table.any()
     for pool in (scheduler.pool, scheduler.states and scheduler.states.pool):

@@ -41,7 +41,7 @@ def busy(running: LLM) -> Iterator[LLM]:
     before = set(running.engine.requests)
     yield running
     assert set(running.engine.requests) == before
-    assert not running.engine.registry.claimed
+    assert not running.engine.registry.fetched_by_caller
 
 
 @pytest.fixture(scope="module")

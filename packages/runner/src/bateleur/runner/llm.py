@@ -210,7 +210,7 @@ class LLM:
         ids = {request.request_id for request in requests}
         pending = set(ids)
         registry.add(*requests)
-        registry.claimed |= ids
+        registry.fetched_by_caller |= ids
         try:
             while pending:
                 output = registry.take(pending)
@@ -221,7 +221,7 @@ class LLM:
                 elif pending := pending & registry.requests.keys():
                     self._runner.step()
         finally:
-            registry.claimed -= ids - pending
+            registry.fetched_by_caller -= ids - pending
             registry.abandoned = registry.abandoned | pending
             if self._access.holder is None:  # else the current call or the next one drops them
                 self._restore()
@@ -276,7 +276,7 @@ class LLM:
     def step(self) -> list[RequestOutput]:
         """Run one engine step. Returns outputs of streaming requests, and of requests ended since the last call."""
         self._runner.step()
-        return self._registry.take_unclaimed()
+        return self._registry.take_all()
 
     @property
     def has_unfinished_requests(self) -> bool:

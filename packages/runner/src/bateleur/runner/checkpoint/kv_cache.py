@@ -64,14 +64,14 @@ def read_kv_scales(
         for name, part in names.items()
         if part.target.endswith(".o_proj")
     }
-    claimed: set[str] = set()
+    tensor_names: set[str] = set()
 
     def scaled(layer: SingleLayer, target: str) -> SingleLayer:
         if not isinstance(layer, AttentionLayer):
             return layer
         spelled = {letter: [f"{stems[target]}.{each.format(letter, letter)}" for each in _SPELLINGS] for letter in "kv"}
         every = {name for each in spelled.values() for name in each} | {f"{stems[target]}.{each}" for each in _UNUSED}
-        claimed.update(every & tensors.keys())
+        tensor_names.update(every & tensors.keys())
         if isinstance(layer, LatentLayer):
             return layer
         k_scales, v_scales = (_scales_of(spelled[letter], tensors, layer.num_kv_heads) for letter in "kv")
@@ -84,7 +84,7 @@ def read_kv_scales(
             layers.append(replace(layer, parts=parts))
         else:
             layers.append(scaled(layer, f"layers.{i}"))
-    return replace(spec, layers=tuple(layers)), frozenset(claimed)
+    return replace(spec, layers=tuple(layers)), frozenset(tensor_names)
 
 
 def _scales_of(names: list[str], tensors: Mapping[str, TensorEntry], num_heads: int) -> tuple[float, ...]:

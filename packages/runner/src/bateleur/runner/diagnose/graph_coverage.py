@@ -24,7 +24,7 @@ from bateleur.runner.config.resolve import choose_backend, choose_kv_cache_dtype
 from bateleur.runner.diagnose.checkpoint_facts import empty_model
 from bateleur.runner.engine.setup import policy_of
 from bateleur.runner.model_runner.graph_dispatcher import gaps_of_drafts, make_dispatcher, query_lens_of
-from bateleur.runner.sampling.step_end import end_keys
+from bateleur.runner.sampling.step_end import sample_graph_keys
 from bateleur.runner.spec_decode.proposal_graphs import proposal_keys
 from bateleur.runner.utils.device import resolve_device
 
@@ -105,7 +105,7 @@ def describe_graphs(path: str | Path, **options: Any) -> GraphFacts:
     decode = tuple(plan.coverage(limits.max_num_seqs, length) for length in query_lens)
     largest = max((key.num_tokens for key in plan.keys), default=0)
     shared = graph_bytes(empty_model(config, checkpoint, dtype), limits, largest)
-    facts = GraphFacts(plan, tuple(notes), decode, Coverage.of(1, prompts), end_keys(plan.keys), nbytes=shared)
+    facts = GraphFacts(plan, tuple(notes), decode, Coverage.of(1, prompts), sample_graph_keys(plan.keys), nbytes=shared)
     if config.speculative.draft in (None, NGRAM) or not can_follow(backend.builder()):
         return facts
     return replace(facts, proposals=proposal_keys(plan.keys, [length - 1 for length in query_lens]))

@@ -11,7 +11,7 @@ from bateleur.cudagraph import CaptureReport, CudaGraphManager, VerifyReport
 from bateleur.eagle import EagleSpeculator
 from bateleur.runner.model_runner.graph_dispatcher import GraphDispatcher
 from bateleur.runner.models import StepContext
-from bateleur.runner.sampling.step_end import StepEnd
+from bateleur.runner.sampling.step_end import SampleStep
 from bateleur.runner.spec_decode.graph_checks import verify_passes
 from bateleur.runner.spec_decode.proposer import Proposer
 
@@ -23,7 +23,7 @@ class AllGraphs:
     """
 
     def __init__(
-        self, forward: GraphDispatcher, ends: StepEnd, head: EagleSpeculator | None, proposer: Proposer | None
+        self, forward: GraphDispatcher, ends: SampleStep, head: EagleSpeculator | None, proposer: Proposer | None
     ) -> None:
         self._forward, self._ends, self._head = forward, ends, head
         self._proposals = None if proposer is None else proposer.graphs

@@ -32,7 +32,7 @@ from bateleur.runner.sampling.grammar_masks import GrammarMasks
 from bateleur.runner.sampling.prompt_logprobs import PromptLogprobs
 from bateleur.runner.sampling.rejection_sampler import RejectionSampler
 from bateleur.runner.sampling.sampler import Sampler
-from bateleur.runner.sampling.step_end import StepEnd
+from bateleur.runner.sampling.step_end import SampleStep
 from bateleur.runner.scheduling.step_batch import StepBatch
 from bateleur.runner.spec_decode.draft_head import DraftHead
 from bateleur.runner.spec_decode.draft_planner import DraftPlanner
@@ -69,7 +69,7 @@ class ModelRunner:
         self._kv_caches = [cache for pair in pairs for cache in pair]
         self.lengths = RowLengths(limits.max_num_seqs, device) if setup.async_scheduling and num_drafts else None
         self.rejection_sampler = RejectionSampler(self.model, self.sampler, table, num_drafts, setup.rule, drafter)
-        self.ends = StepEnd(self.rejection_sampler, self.model_state, self.lengths)
+        self.ends = SampleStep(self.rejection_sampler, self.model_state, self.lengths)
         warm_up(self.model, self.graphs, self.producer, self.rejection_sampler, limits, self.head)
         self._capture_ends()
         on_graphs = self.graphs.dispatcher.mode.decode_mode is CudaGraphMode.FULL

@@ -51,7 +51,7 @@ class RequestRegistry:
         """Sends each change to the other ranks before it is made; None for one rank."""
         self.in_flight: tuple[StepInFlight, ...] = ()
         """Steps whose outcome is unknown, oldest first; () without live requests."""
-        self.claimed: set[str] = set()
+        self.fetched_by_caller: set[str] = set()
         """Requests whose outputs a caller takes by id."""
         self.abandoned: set[str] = set()
         """Claimed requests whose caller is gone."""
@@ -191,9 +191,9 @@ class RequestRegistry:
             self._reported[group] = reported
         return output
 
-    def take_unclaimed(self) -> list[RequestOutput]:
-        """Return all queued outputs, except of requests whose caller fetches them by `take` (ids in `claimed`)."""
-        names = [name for name in self._undelivered if name not in self.claimed]
+    def take_all(self) -> list[RequestOutput]:
+        """Return all queued outputs, except those of requests in `fetched_by_caller`, which `take` returns."""
+        names = [name for name in self._undelivered if name not in self.fetched_by_caller]
         if len(names) <= 1:
             return [self._take_one(name) for name in names]
         reported, outputs = dict(self._reported), []
@@ -202,15 +202,15 @@ class RequestRegistry:
             outputs.append(output)
             if state and not group.finished:
                 reported[group] = state
-        left = {name: group for name, group in self._undelivered.items() if name in self.claimed}
+        left = {name: group for name, group in self._undelivered.items() if name in self.fetched_by_caller}
         # No call from here on: the outputs are taken, and count as reported.
         self._undelivered, self._reported = left, reported
         return outputs
 
     @property
     def has_unfinished(self) -> bool:
-        """Whether a request is waiting or running, or `take_unclaimed` has an output to return."""
-        return not self.requests.keys() <= self.abandoned or not self._undelivered.keys() <= self.claimed
+        """Whether a request is waiting or running, or `take_all` has an output to return."""
+        return not self.requests.keys() <= self.abandoned or not self._undelivered.keys() <= self.fetched_by_caller
 
     # --- recovery -----------------------------------------------------------------------------------------
 
@@ -230,7 +230,7 @@ class RequestRegistry:
                 self._abort(self.requests[request_id])
             self._undelivered.pop(request_id, None)
         self._reported = {each: state for each, state in self._reported.items() if each.request_id not in gone}
-        self.claimed.difference_update(gone)
+        self.fetched_by_caller.difference_update(gone)
         self.abandoned = self.abandoned.difference(gone)
         self.consistent = True
 

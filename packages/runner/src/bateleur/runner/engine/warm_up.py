@@ -97,7 +97,7 @@ def _sample(
     sampler: RejectionSampler, metadata: CommonAttentionMetadata, num_reqs: int, query_len: int
 ) -> Tensor | None:
     """Verify dummy rows with `query_len` tokens each, with each kind of parameters, and drop the results; returns
-    `EndedStep.num_valid`.
+    `SampledStep.num_valid`.
     """
     rows, query_lens, model = np.arange(num_reqs), np.full(num_reqs, query_len, np.int32), sampler.model
     shape = (num_reqs * query_len, model.spec.hidden_size)

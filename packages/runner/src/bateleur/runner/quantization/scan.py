@@ -35,7 +35,7 @@ def find_modules(
     spellings: pairs of prefixes (in other files, ours); lists of ignored modules may use either.
     """
     grouped: dict[str, dict[str, StoredTensor]] = {}
-    claimed: dict[str, set[str]] = {}
+    tensor_names: dict[str, set[str]] = {}
     for name, entry in tensors.items():
         stem, _, last = name.rpartition(".")
         if last in _REFUSED:
@@ -45,21 +45,21 @@ def find_modules(
             stem, part = joined["base"], joined["part"]
             part = part if part.startswith(("weight_", "input_")) else f"weight_{part}"
             grouped.setdefault(stem, {})["weight"] = tensors[stem]
-            claimed.setdefault(stem, set()).add(stem)
+            tensor_names.setdefault(stem, set()).add(stem)
         if part is None and (joined := _MXFP4.fullmatch(name)) and f"{joined['base']}_blocks" in tensors:
             stem, part = joined["base"], joined["part"]
         if part is not None:
             grouped.setdefault(stem, {})[part] = entry
-            claimed.setdefault(stem, set()).add(name)
+            tensor_names.setdefault(stem, set()).add(name)
     modules, used = {}, set[str]()
     for stem, parts in grouped.items():
         codes = [parts[name] for name in _CODES if name in parts]
         if not codes or not (any(name in parts for name in _SIDES) or codes[0].dtype not in _PLAIN):
             continue
-        bare = "weight" in parts and stem in claimed[stem]
+        bare = "weight" in parts and stem in tensor_names[stem]
         end = "_blocks" if "blocks" in parts else "" if bare or len(codes[0].shape) == 3 else ".weight"
         modules[stem + end] = Module(_names(stem, codes[0].name, spellings), parts)
-        used |= claimed[stem]
+        used |= tensor_names[stem]
     return modules, used
 
 

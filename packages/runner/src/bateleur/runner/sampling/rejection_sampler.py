@@ -77,7 +77,7 @@ class SamplerOutput:
         return self.packed[:, 2 : 2 + self.width]
 
 
-class EndedStep(NamedTuple):
+class SampledStep(NamedTuple):
     """The outcome of a step, on the device."""
 
     output: SamplerOutput | None
@@ -268,7 +268,7 @@ class RejectionSampler:
 
     def verify(
         self, batch: StepBatch, metadata: CommonAttentionMetadata, hidden_TD: Tensor, allowed: Tensor | None = None
-    ) -> EndedStep:
+    ) -> SampledStep:
         """Verify the drafts of the rows that compute their last known token, and sample. `stage` must have been called.
 
         allowed: (L, ceil(V / 32)) int32 on the device, bits of the tokens that may be sampled, see `forbid_`.
@@ -276,7 +276,7 @@ class RejectionSampler:
         index, inputs = batch.index, batch.sampling
         assert inputs is not None
         if not (num_rows := len(index.sampled)):
-            return EndedStep(None, self._num_valid(batch))
+            return SampledStep(None, self._num_valid(batch))
         hidden_LD = hidden_TD[: index.num_logits] if index.hidden is None else hidden_TD.index_select(0, index.hidden)
         logits_LV, drafts_SK = self.model.logits(hidden_LD), self.rows.drafts(num_rows)
         processed = self._process(batch, inputs, logits_LV, drafts_SK, allowed)
@@ -300,7 +300,7 @@ class RejectionSampler:
             bad += emitted.bad & processed.empty[after_S]
         packed = _pack(emitted, bad, drafts_SK)
         output = SamplerOutput(index.sampled, index.first_S, packed, 1 + self.num_drafts, logprobs)
-        return EndedStep(output, self._num_valid(batch))
+        return SampledStep(output, self._num_valid(batch))
 
     def _process(
         self, batch: StepBatch, inputs: SamplingInputs, logits_LV: Tensor, drafts_SK: Tensor, allowed: Tensor | None
@@ -358,12 +358,12 @@ class RejectionSampler:
         rows.emit(emitted.tokens, emitted.num_emitted)
         return _pack(emitted, emitted.bad.long(), drafts_NK)
 
-    def outcome_of(self, batch: StepBatch, packed: Tensor) -> EndedStep:
+    def outcome_of(self, batch: StepBatch, packed: Tensor) -> SampledStep:
         """Return the outcome of `record` for `batch`, from its result `packed`. On a CPU, copies it from the graph."""
         index, packed_S = batch.index, packed[: len(batch.rows)]
         packed_S = packed_S.clone() if self.device.type == "cpu" else packed_S
         output = SamplerOutput(index.sampled, index.first_S, packed_S, 1 + self.num_drafts)
-        return EndedStep(output, self.rows.num_valid[: len(batch.rows)] if self.num_drafts else None)
+        return SampledStep(output, self.rows.num_valid[: len(batch.rows)] if self.num_drafts else None)
 
 
 def draw(sampler: Sampler, processed: ProcessedLogits, seeds_S: Tensor, positions_S: Tensor) -> SampledTokens:

@@ -34,21 +34,21 @@ from bateleur.runner.config.graph_options import GraphOptions
 from bateleur.runner.model_runner.model_state import ModelState
 from bateleur.runner.model_runner.row_lengths import RowLengths
 from bateleur.runner.models import StepContext
-from bateleur.runner.sampling.rejection_sampler import GREEDY, KINDS, TRUNCATED, EndedStep, RejectionSampler
+from bateleur.runner.sampling.rejection_sampler import GREEDY, KINDS, TRUNCATED, RejectionSampler, SampledStep
 from bateleur.runner.scheduling.step_batch import StepBatch
 
 Forward = CudaGraphManager[StepContext, tuple[Tensor, ...]]
 
 
 @dataclass(frozen=True, slots=True)
-class EndState:
+class SampleState:
     """A step after its forward pass. hidden: (T, D), in the output buffer of the graph of the forward pass."""
 
     context: StepContext
     hidden: Tensor
 
 
-class EndSteps:
+class SampleStepProducer:
     """Stages the sampling rows of dummy and random steps, after a replay of their forward pass."""
 
     def __init__(self, forward: Forward, sampler: RejectionSampler) -> None:
@@ -60,24 +60,24 @@ class EndSteps:
         """How often the step's buffers have been staged."""
         return self._lender.generation
 
-    def stage(self, key: BatchExecutionDescriptor, phase: Phase) -> StagedBatch[EndState]:
+    def stage(self, key: BatchExecutionDescriptor, phase: Phase) -> StagedBatch[SampleState]:
         """Stage dummy rows."""
         lent = self._lender.stage(replace(key, variant=()), phase)
         self._sampler.rows.clear()
         return self._after_forward(lent, key)
 
-    def fuzz(self, key: BatchExecutionDescriptor, seed: int) -> StagedBatch[EndState]:
+    def fuzz(self, key: BatchExecutionDescriptor, seed: int) -> StagedBatch[SampleState]:
         """Stage random rows of a random step; for an engine without requests."""
         lent = self._lender.fuzz(replace(key, variant=()), seed)
         staged = self._after_forward(lent, key)
         rng = np.random.default_rng(seed)
-        fuzz_rows(self._sampler, lent.state.batch, staged.state.hidden, rng, str(key.variant[0]))
+        stage_random_rows(self._sampler, lent.state.batch, staged.state.hidden, rng, str(key.variant[0]))
         return staged
 
-    def _after_forward(self, lent: StagedBatch[StepContext], key: BatchExecutionDescriptor) -> StagedBatch[EndState]:
+    def _after_forward(self, lent: StagedBatch[StepContext], key: BatchExecutionDescriptor) -> StagedBatch[SampleState]:
         assert lent.key is not None
         hidden, *_ = self._forward.replay(lent.key, lent)
-        return StagedBatch(key, EndState(lent.state, hidden), lent.generation, lent.signature)
+        return StagedBatch(key, SampleState(lent.state, hidden), lent.generation, lent.signature)
 
     def addresses(self) -> Mapping[str, int]:
         """Addresses of the buffers of the step and of the sampler."""
@@ -90,7 +90,7 @@ class EndSteps:
         self._sampler.rows.poison()
 
 
-def fuzz_rows(
+def stage_random_rows(
     sampler: RejectionSampler, metadata: CommonAttentionMetadata, hidden_TD: Tensor, rng: np.random.Generator, kind: str
 ) -> None:
     """Stage random sampling parameters and drafts for a random batch. About half of the drafts are the tokens that
@@ -113,13 +113,13 @@ def fuzz_rows(
     sampler.rows.stage(np.arange(count), seeds, num_drafts, values)
 
 
-def end_keys(forward: Iterable[BatchExecutionDescriptor]) -> tuple[BatchExecutionDescriptor, ...]:
+def sample_graph_keys(forward: Iterable[BatchExecutionDescriptor]) -> tuple[BatchExecutionDescriptor, ...]:
     """Return the graph keys for forward graphs with equal query lengths: one for each kind of sampler."""
     uniform = [key for key in forward if key.uniform_query_len]
     return tuple(replace(key, variant=(kind,)) for key in uniform for kind in KINDS)
 
 
-class EndGraphs:
+class SampleGraphs:
     """CUDA graphs of sampling, commit of states and lengths, after steps that decode with equally many draft slots."""
 
     def __init__(
@@ -134,18 +134,20 @@ class EndGraphs:
         self._forward, self._sampler = forward, sampler
         self._model_state, self._lengths = model_state, lengths
         ready = [key for key in forward.dispatcher.keys if key in forward.ready]
-        keys = end_keys(ready) if sampler.can_capture else ()
+        keys = sample_graph_keys(ready) if sampler.can_capture else ()
         # The dispatcher makes no decision: an end runs on the key of its forward pass.
         dispatcher = CudagraphDispatcher(CudaGraphMode.FULL, keys, MappingProxyType({}))
         backend = get_backend(options.backend, sampler.device)
-        self.manager: CudaGraphManager[EndState, Tensor] = CudaGraphManager(dispatcher, backend, checks=options.checks)
+        self.manager: CudaGraphManager[SampleState, Tensor] = CudaGraphManager(
+            dispatcher, backend, checks=options.checks
+        )
 
     def capture(self) -> None:
         """Capture all graphs. A key that fails runs eagerly from then on, with a warning."""
         if not self.manager.dispatcher.keys:
             return
         with torch.inference_mode():
-            self.manager.capture(EndSteps(self._forward, self._sampler), self._body, keep_going=True)
+            self.manager.capture(SampleStepProducer(self._forward, self._sampler), self._body, keep_going=True)
         for failure in self.manager.report.failures:
             warnings.warn(f"no graph of the end for {failure.key}: {failure.reason}", RuntimeWarning, stacklevel=2)
 
@@ -157,13 +159,13 @@ class EndGraphs:
         """Sample and commit after a forward pass by a graph; returns `SamplerOutput.packed`. Raises ReplayFailed."""
         assert staged.key is not None
         key = replace(staged.key, variant=(kind,))
-        state = EndState(staged.state, hidden_TD)
+        state = SampleState(staged.state, hidden_TD)
         return self.manager.replay(key, StagedBatch(key, state, staged.generation, staged.signature))
 
     def verify(self, fuzz: int, written: Callable[[StepContext], Mapping[str, Tensor]]) -> VerifyReport:
         """Check that replays equal eager runs on random steps. written: returns the parts of caches that may change."""
 
-        def also(state: EndState) -> dict[str, Tensor]:
+        def also(state: SampleState) -> dict[str, Tensor]:
             rows, count = self._sampler.rows, state.context.batch.num_actual_reqs
             own = {"next": rows.next_ids[:-1], **self._model_state.carried()}
             if self._lengths is not None:
@@ -174,7 +176,7 @@ class EndGraphs:
         with torch.inference_mode():
             return self.manager.verify(fuzz=fuzz, extra_tensors=also)
 
-    def _body(self, execution: Execution[EndState]) -> Tensor:
+    def _body(self, execution: Execution[SampleState]) -> Tensor:
         assert execution.key is not None
         context, rows = execution.state.context, self._sampler.rows
         metadata, kind = context.batch, str(execution.key.variant[0])
@@ -186,7 +188,7 @@ class EndGraphs:
         return packed
 
 
-class EndReason(StrEnum):
+class SampleDispatchReason(StrEnum):
     """How sampling and commit after a forward pass ran: in a graph, or eagerly with the first reason."""
 
     GRAPH = "graph"
@@ -198,28 +200,28 @@ class EndReason(StrEnum):
     NOT_READY = "eager: the graph is not captured"
 
 
-class StepEnd:
+class SampleStep:
     """Runs the end of a step: samples tokens, commits recurrent states, and advances sequence lengths.
 
-    by_reason: number of steps by `EndReason`.
+    by_reason: number of steps by `SampleDispatchReason`.
     """
 
     def __init__(self, sampler: RejectionSampler, model_state: ModelState, lengths: RowLengths | None) -> None:
         """lengths: sequence lengths on the device, if the engine stages steps from them."""
         self.sampler, self._model_state, self._lengths = sampler, model_state, lengths
-        self.graphs: EndGraphs | None = None
+        self.graphs: SampleGraphs | None = None
         self._poison = False
-        self.by_reason: Counter[EndReason] = Counter()
+        self.by_reason: Counter[SampleDispatchReason] = Counter()
 
     def capture(self, forward: Forward, options: GraphOptions) -> None:
         """Capture graphs that sample and commit after the forward passes that `forward` has graphs of."""
         self._poison = options.checks >= ReplayChecks.PARANOID
-        self.graphs = EndGraphs(forward, options, self.sampler, self._model_state, self._lengths)
+        self.graphs = SampleGraphs(forward, options, self.sampler, self._model_state, self._lengths)
         self.graphs.capture()
 
     def run(
         self, batch: StepBatch, staged: StagedBatch[StepContext], hidden_TD: Tensor, allowed: Tensor | None
-    ) -> EndedStep:
+    ) -> SampledStep:
         """End a staged step after its forward pass. allowed: (L, W) bits of the tokens that grammars allow, if any.
 
         Raises ReplayFailed if the graph failed; its key runs eagerly from then on.
@@ -229,7 +231,7 @@ class StepEnd:
         self.by_reason[reason] += 1
         if self._poison:
             sampler.rows.poison_emitted()
-        if reason is EndReason.GRAPH:
+        if reason is SampleDispatchReason.GRAPH:
             assert self.graphs is not None
             assert batch.sampling is not None
             return sampler.outcome_of(batch, self.graphs.run(staged, hidden_TD, batch.sampling.kind))
@@ -240,17 +242,19 @@ class StepEnd:
             self._lengths.advance(batch.index.rows, metadata, ended.num_valid)
         return ended
 
-    def _reason(self, batch: StepBatch, staged: StagedBatch[StepContext], allowed: Tensor | None) -> EndReason:
+    def _reason(
+        self, batch: StepBatch, staged: StagedBatch[StepContext], allowed: Tensor | None
+    ) -> SampleDispatchReason:
         key, sampler = staged.key, self.sampler
         if self.graphs is None:
-            return EndReason.NO_GRAPHS
+            return SampleDispatchReason.NO_GRAPHS
         if key is None or key.uniform_query_len is None:
-            return EndReason.FORWARD
+            return SampleDispatchReason.FORWARD
         if not batch.all_decode:
-            return EndReason.PROMPT
+            return SampleDispatchReason.PROMPT
         if allowed is not None:
-            return EndReason.GRAMMAR
+            return SampleDispatchReason.GRAMMAR
         assert batch.sampling is not None
         if not batch.sampling.plain and not sampler.sampler.is_plain(batch.rows, sampler.num_generated(batch)):
-            return EndReason.RULES
-        return EndReason.GRAPH if self.graphs.has(key) else EndReason.NOT_READY
+            return SampleDispatchReason.RULES
+        return SampleDispatchReason.GRAPH if self.graphs.has(key) else SampleDispatchReason.NOT_READY

@@ -33,7 +33,7 @@ from bateleur.eagle.full_proposal import FullProposal, FullProposalState
 from bateleur.runner.config.graph_options import GraphOptions
 from bateleur.runner.models import StepContext
 from bateleur.runner.sampling.rejection_sampler import TRUNCATED, RejectionSampler
-from bateleur.runner.sampling.step_end import Forward, fuzz_rows
+from bateleur.runner.sampling.step_end import Forward, stage_random_rows
 from bateleur.runner.spec_decode.graph_checks import written_by
 
 
@@ -77,7 +77,7 @@ class ProposalSteps:
         """Stage a random batch after a random step, over random draft caches; for an engine without requests."""
         lent, rng = self._lender.fuzz(replace(key, variant=()), seed), np.random.default_rng(seed)
         outputs, batch = self._forward.replay(replace(key, variant=()), lent), lent.state.batch
-        fuzz_rows(self._sampler, batch, outputs[0], rng, TRUNCATED)
+        stage_random_rows(self._sampler, batch, outputs[0], rng, TRUNCATED)
         num_valid = rng.integers(1, 1 + batch.max_query_len, batch.num_actual_reqs)
         width, vocab_size = self._rows.emitted.shape[1], self._sampler.sampler.vocab_size
         emitted = rng.integers(0, vocab_size, (len(num_valid), width))

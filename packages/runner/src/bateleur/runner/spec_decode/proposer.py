@@ -29,7 +29,7 @@ from bateleur.eagle import (
 )
 from bateleur.runner.models import StepContext
 from bateleur.runner.requests.request import Request
-from bateleur.runner.sampling.rejection_sampler import EndedStep, RejectionSampler
+from bateleur.runner.sampling.rejection_sampler import RejectionSampler, SampledStep
 from bateleur.runner.scheduling.step_batch import StepBatch
 from bateleur.runner.spec_decode.drafter_checks import checked_drafts, checked_lengths
 from bateleur.runner.spec_decode.mtp_head import DraftSync
@@ -106,7 +106,7 @@ class Proposer:
         batch: StepBatch,
         staged: StagedBatch[StepContext],
         features: tuple[Tensor, ...],
-        ended: EndedStep,
+        ended: SampledStep,
         admitted: Sequence[Request],
     ) -> Proposal:
         """Propose drafts for the next step of every request, after sampling and verification.
@@ -169,7 +169,7 @@ class Proposer:
         batch: StepBatch,
         staged: StagedBatch[StepContext],
         features: tuple[Tensor, ...],
-        ended: EndedStep,
+        ended: SampledStep,
         num_drafts: int,
         *,
         greedy: bool,

@@ -44,7 +44,7 @@ class DataParallelCoordinator:
         self._stats: list[EngineStats] = [EngineStats() for _ in range(1, size)]
         self.loads = [0] * size
         """Live continuations of each rank."""
-        self.claimed: set[str] = set()
+        self.fetched_by_caller: set[str] = set()
         """See `RequestRegistry`, as for all other members."""
         self.abandoned: set[str] = set()
 
@@ -104,7 +104,7 @@ class DataParallelCoordinator:
             for name in gone:
                 self._remove(name)
                 self._undelivered.pop(name, None)
-            self.claimed.difference_update(gone)
+            self.fetched_by_caller.difference_update(gone)
             self.abandoned = self.abandoned.difference(gone)
         self._update_stats()
 
@@ -128,7 +128,7 @@ class DataParallelCoordinator:
 
     def _receive(self) -> None:
         """Collect the outputs of all ranks after a message."""
-        self._queue(self._engine.registry.take_unclaimed())
+        self._queue(self._engine.registry.take_all())
         for index, reply in enumerate(self._leader.replies()):
             self._queue(reply.outputs)
             if reply.stats is not None:
@@ -153,15 +153,15 @@ class DataParallelCoordinator:
         name = next((name for name in self._undelivered if name in request_ids), None)
         return None if name is None else self._undelivered.pop(name)
 
-    def take_unclaimed(self) -> list[RequestOutput]:
-        """Return all queued outputs, except of requests whose caller fetches them by `take` (ids in `claimed`)."""
-        names = [name for name in self._undelivered if name not in self.claimed]
+    def take_all(self) -> list[RequestOutput]:
+        """Return all queued outputs, except those of requests in `fetched_by_caller`, which `take` returns."""
+        names = [name for name in self._undelivered if name not in self.fetched_by_caller]
         return [self._undelivered.pop(name) for name in names]
 
     @property
     def has_unfinished(self) -> bool:
-        """Whether a request is waiting or running, or `take_unclaimed` has an output to return."""
-        return not self._placements.keys() <= self.abandoned or not self._undelivered.keys() <= self.claimed
+        """Whether a request is waiting or running, or `take_all` has an output to return."""
+        return not self._placements.keys() <= self.abandoned or not self._undelivered.keys() <= self.fetched_by_caller
 
     def metrics(self) -> EngineStats:
         """Return the counters of all ranks. Those of other ranks are as of their last reply with counters."""

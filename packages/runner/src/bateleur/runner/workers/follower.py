@@ -105,7 +105,7 @@ class Follower:
                 self._reported_at = 0.0
             case _:
                 self.engine.operations.run_here(message)
-        outputs += registry.take_unclaimed()
+        outputs += registry.take_all()
         return self._reply(outputs) if self._data_parallel else None
 
     def _reply(self, outputs: list[RequestOutput]) -> Reply:
