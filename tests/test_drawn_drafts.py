@@ -133,7 +133,7 @@ def test_control_noise_shared_with_the_target_is_found(
     make: Callable[..., LLM], rule: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Rule, "draft_role", property(lambda rule: Role.TARGET))
-    # The target's noise keys have no place.
+    # The target's noise keys have no draft index.
     monkeypatch.setattr(Rule, "keys", lambda rule, seeds, positions, place: Keys(seeds, positions))
     assert z_of(sample(make(rule))) > WRONG
 
@@ -160,8 +160,10 @@ def test_no_number_of_block_is_used_twice(make: Callable[..., LLM], case: str, m
     row_words = noise.row_words
 
     def listen(keys: Keys, role: Role) -> tuple[Tensor, Tensor]:
-        place = keys.place if isinstance(keys.place, Tensor) else torch.full_like(keys.seed, keys.place)
-        columns = (keys.seed.tolist(), keys.position.tolist(), place.tolist())
+        index = (
+            keys.draft_index if isinstance(keys.draft_index, Tensor) else torch.full_like(keys.seed, keys.draft_index)
+        )
+        columns = (keys.seed.tolist(), keys.position.tolist(), index.tolist())
         names.extend((int(role), *name) for name in zip(*columns, strict=True))
         return row_words(keys, role)
 

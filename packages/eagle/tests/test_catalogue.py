@@ -263,7 +263,7 @@ def test_g_the_target_as_its_own_drafter_gives_k_plus_one_tokens_in_every_step(
     k: int, num_rows: int, mode: str | None, fuse: bool, chunk: int
 ) -> None:
     target = ToyTarget(num_layers=0)
-    target.place.zero_()
+    target.position_embedding.zero_()
     head = MarkovHead(target.logits(torch.tanh(target.embedding)))
     engine = make(k, head=head, target=target, mode=mode, fuse=fuse)
     for row in range(num_rows):

@@ -118,7 +118,9 @@ def test_what_is_kept_is_what_drafts_were_drawn_from(
                 torch.testing.assert_close(kept, laws_from_scratch(engine, request, drafts[:num]))
             positions = request.computed + 1 + torch.arange(num)
             heat, seeds = torch.full((num,), request.temperature), torch.full((num,), request.seed)
-            lane = draw_draft(kept, heat, seeds, positions, rule=rule, place=torch.arange(num), lanes=lanes).token_ids
+            lane = draw_draft(
+                kept, heat, seeds, positions, rule=rule, draft_index=torch.arange(num), lanes=lanes
+            ).token_ids
             if request.temperature:
                 assert drafts[:num] == (lane if ids is None else torch.tensor(ids)[lane]).tolist()
         for row in {0, 1, 2} - set(work):

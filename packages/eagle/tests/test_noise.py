@@ -26,16 +26,16 @@ def fmix32(x: int) -> int:
     return x ^ x >> 16
 
 
-def plain_bits(seed: int, position: int, place: int, role: int, lane: int) -> int:
+def plain_bits(seed: int, position: int, draft_index: int, role: int, lane: int) -> int:
     """The law of the module's docstring in unbounded integers."""
-    row = fmix64(fmix64((seed + 0x9E3779B97F4A7C15) & M64) ^ (position + (place << 32) + (role << 56)))
+    row = fmix64(fmix64((seed + 0x9E3779B97F4A7C15) & M64) ^ (position + (draft_index << 32) + (role << 56)))
     x = ((fmix32((lane + 0x9E3779B9) & M32) ^ (row & M32)) * 0x7FEB352D & M32) ^ row >> 32
     x = (x ^ x >> 15) * 0x846CA68B & M32
     return (x ^ x >> 16) * 0x2C1B3C6D & M32
 
 
-def keys(seeds: list[int], positions: list[int], place: int = 0) -> Keys:
-    return Keys(torch.tensor(seeds), torch.tensor(positions), place)
+def keys(seeds: list[int], positions: list[int], draft_index: int = 0) -> Keys:
+    return Keys(torch.tensor(seeds), torch.tensor(positions), draft_index)
 
 
 def independence_z(x: torch.Tensor, y: torch.Tensor, cells: int = 16) -> float:
@@ -57,9 +57,9 @@ def independence_z(x: torch.Tensor, y: torch.Tensor, cells: int = 16) -> float:
     ],
 )
 def test_golden_bits(name: tuple[int, int, int, int, int], expected: int) -> None:
-    seed, position, place, role, lane = name
+    seed, position, draft_index, role, lane = name
     assert plain_bits(*name) == expected
-    got = bits(keys([seed], [position], place), Role(role), torch.tensor([lane]))
+    got = bits(keys([seed], [position], draft_index), Role(role), torch.tensor([lane]))
     assert int(got) & M32 == expected
 
 
@@ -73,8 +73,8 @@ def test_golden_bits(name: tuple[int, int, int, int, int], expected: int) -> Non
     st.sampled_from(Role),
 )
 def test_bits_follow_the_law(rows: list[tuple[int, int, int]], role: Role) -> None:
-    seed, position, place = (torch.tensor(column) for column in zip(*rows, strict=True))
-    got = bits(Keys(seed, position, place), role, 5)
+    seed, position, draft_index = (torch.tensor(column) for column in zip(*rows, strict=True))
+    got = bits(Keys(seed, position, draft_index), role, 5)
     for r, row in enumerate(rows):
         assert [int(b) & M32 for b in got[r]] == [plain_bits(*row, int(role), lane) for lane in range(5)]
 
@@ -105,7 +105,7 @@ def test_inputs_are_left_alone() -> None:
     words = lanes.words.clone()
     gumbel(k, Role.ACCEPT, ids)
     gumbel(k, Role.ACCEPT, lanes)
-    assert (k.seed.item(), k.position.item(), k.place) == (5, 6, torch.tensor([7]))
+    assert (k.seed.item(), k.position.item(), k.draft_index) == (5, 6, torch.tensor([7]))
     assert torch.equal(ids, torch.arange(9, dtype=torch.int32))
     assert torch.equal(lanes.words, words)
 
@@ -118,14 +118,14 @@ def test_uniform_is_uniform() -> None:
     assert statistic < 1.95  # Kolmogorov-Smirnov, p = 0.001
 
 
-@pytest.mark.parametrize("what", ["seed", "position", "place", "role", "lane"])
+@pytest.mark.parametrize("what", ["seed", "position", "draft_index", "role", "lane"])
 def test_neighbouring_names_are_independent(what: str) -> None:
     base = torch.arange(400)
     fixed, first = torch.zeros_like(base), uniform(Keys(base, base * 0), Role.TARGET, 512)
     other = {
         "seed": lambda: uniform(Keys(base + 1, fixed), Role.TARGET, 512),
         "position": lambda: uniform(Keys(base, fixed + 1), Role.TARGET, 512),
-        "place": lambda: uniform(Keys(base, fixed, 1), Role.TARGET, 512),
+        "draft_index": lambda: uniform(Keys(base, fixed, 1), Role.TARGET, 512),
         "role": lambda: uniform(Keys(base, fixed), Role.DRAFT, 512),
         "lane": lambda: uniform(Keys(base, fixed), Role.TARGET, torch.arange(1, 513)),
     }[what]()
@@ -159,12 +159,12 @@ def test_one_bit_of_the_name_turns_half_of_the_bits() -> None:
 
 
 def test_names_are_injective_on_a_grid() -> None:
-    seed, position, place = torch.cartesian_prod(
+    seed, position, draft_index = torch.cartesian_prod(
         torch.tensor([0, 1, 2, -1, 2**40, -(2**63)]), torch.tensor([0, 1, 255, 2**32 - 1]), torch.arange(3)
     ).T.contiguous()
     rows = []
     for role in Role:
-        low, high = noise.row_words(Keys(seed, position, place), role)
+        low, high = noise.row_words(Keys(seed, position, draft_index), role)
         rows.append(high.long() << 32 | (low.long() & M32))
     words = torch.cat(rows).flatten()
     assert words.unique().numel() == words.numel() == 6 * 4 * 3 * 3
@@ -189,8 +189,8 @@ def test_gumbel_is_finite_for_every_bit_pattern_at_the_ends() -> None:
     [
         (lambda: Keys(torch.zeros(2), torch.zeros(2, dtype=torch.int64)), "seed must be int64"),
         (lambda: Keys(torch.zeros(2, dtype=torch.int64), torch.zeros(3, dtype=torch.int64)), "position"),
-        (lambda: keys([1], [1], place=-1), r"place=-1 must be in \[0, 2\^24\)"),
-        (lambda: keys([1], [1], place=2**24), "place=16777216"),
+        (lambda: keys([1], [1], draft_index=-1), r"draft_index=-1 must be in \[0, 2\^24\)"),
+        (lambda: keys([1], [1], draft_index=2**24), "draft_index=16777216"),
         (lambda: gumbel(keys([1], [1]), Role.TARGET, 0), "lanes=0 must be at least 1"),
     ],
 )

@@ -61,11 +61,11 @@ def test_four_lanes_whose_hashed_ids_have_the_xor_0() -> None:
         assert chi_square(drawn, metadata, 4).z < LIMIT, (hex(left), hex(right))
 
 
-@pytest.mark.parametrize("what", ["seed", "position", "place", "role"])
+@pytest.mark.parametrize("what", ["seed", "position", "draft_index", "role"])
 def test_one_lane_in_rows_whose_names_differ_in_one_bit(what: str) -> None:
     rows = torch.arange(ROWS)
-    name = {"seed": rows * 0x9E3779B97F4A7C1, "position": rows * 0x9E3779B1 & 0xFFFFFFFF, "place": rows & 0xFFF}
-    bits = {"seed": 64, "position": 32, "place": 24, "role": 2}[what]
+    name = {"seed": rows * 0x9E3779B97F4A7C1, "position": rows * 0x9E3779B1 & 0xFFFFFFFF, "draft_index": rows & 0xFFF}
+    bits = {"seed": 64, "position": 32, "draft_index": 24, "role": 2}[what]
     first = uniform(Keys(**name), Role.TARGET)
     for bit in range(bits):
         change = (1 << bit) - ((1 << 64) if bit == 63 else 0)

@@ -185,7 +185,7 @@ def test_f4_what_lies_behind_the_computed_tokens_is_never_read() -> None:
 def test_g_a_head_with_the_targets_law_drafts_what_the_target_draws(temperature: float) -> None:
     """Noise is shared by seed and position, so all K drafts are accepted at any temperature."""
     target = ToyTarget(num_layers=0)
-    target.place.zero_()
+    target.position_embedding.zero_()
     table = target.logits(torch.tanh(target.embedding))
     engine = make(lambda _: MarkovHead(table), target=target)
     for request in engine.requests.values():

@@ -268,7 +268,8 @@ def test_a3_the_target_as_its_own_drafter_is_accepted_whole(rule: Rule, temperat
     raw, heat = random_logits(num * (K + 1), 8, 50).view(num, K + 1, 50), torch.full((num,), temperature)
     rows = rows_of([K + 1] * num, heat.tolist())
     drawn = [
-        draw_draft(raw[:, k], heat, rows.seeds, rows.first_position + k, rule=rule, place=k).token_ids for k in range(K)
+        draw_draft(raw[:, k], heat, rows.seeds, rows.first_position + k, rule=rule, draft_index=k).token_ids
+        for k in range(K)
     ]
     drafts = Drafts(torch.stack(drawn, 1), Coupled() if rule is Rule.COUPLED else Logits(raw[:, :K]))
     logits = apply_temperature(raw, heat).flatten(0, 1)
@@ -364,7 +365,7 @@ def test_nothing_reads_the_device(rule: Rule) -> None:
 def test_roles_and_keys_of_the_rules() -> None:
     seeds = torch.tensor([1])
     assert [rule.draft_role for rule in Rule] == [Role.TARGET, Role.DRAFT, Role.DRAFT]
-    assert [rule.keys(seeds, seeds, 7).place for rule in Rule] == [0, 0, 7]
+    assert [rule.keys(seeds, seeds, 7).draft_index for rule in Rule] == [0, 0, 7]
 
 
 @pytest.mark.parametrize("rule", REJECTION)

@@ -168,7 +168,7 @@ def fit_of_a_step(
         [
             draw_draft(
                 (torch.zeros_like(raw[k]) if lie else raw[k]).expand(MANY, -1), heat, seeds, seeds * 0 + 5 + k,
-                rule=rule, place=k,
+                rule=rule, draft_index=k,
             ).token_ids
             for k in range(num_drafts)
         ], 1,
@@ -261,8 +261,10 @@ def test_a1_a11_names_of_all_draws_are_disjoint(rule: Rule, monkeypatch: pytest.
     row_words = noise.row_words
 
     def listen(keys: Keys, role: Role) -> tuple[Tensor, Tensor]:
-        place = keys.place if isinstance(keys.place, Tensor) else torch.full_like(keys.seed, keys.place)
-        columns = (keys.seed.tolist(), keys.position.tolist(), place.tolist(), [int(role)] * len(keys))
+        index = (
+            keys.draft_index if isinstance(keys.draft_index, Tensor) else torch.full_like(keys.seed, keys.draft_index)
+        )
+        columns = (keys.seed.tolist(), keys.position.tolist(), index.tolist(), [int(role)] * len(keys))
         names.extend(zip(*columns, strict=True))
         return row_words(keys, role)
 
@@ -278,7 +280,7 @@ def test_a1_a11_names_of_all_draws_are_disjoint(rule: Rule, monkeypatch: pytest.
         assert len(set(names)) == len(names)
     final = [name for name in names if name[3] == Role.TARGET]
     assert len(set(final)) == len(final)
-    assert all(name[2] == 0 for name in final), "the target's own stream knows no places"
+    assert all(name[2] == 0 for name in final), "the target's own stream has no draft indices"
 
 
 def test_a11_every_place_has_noise_of_its_own() -> None:

@@ -315,14 +315,14 @@ def test_verify_takes_the_fused_form_on_cuda() -> None:
 
 
 @pytest.mark.parametrize("size", [4096, 32_000, 151_936, 248_320])
-@pytest.mark.parametrize("places", [1, 5])
-def test_rows_of_any_number_share_the_kernels_of_powers_of_two(size: int, places: int) -> None:
+@pytest.mark.parametrize("rows_per_request", [1, 5])
+def test_rows_of_any_number_share_the_kernels_of_powers_of_two(size: int, rows_per_request: int) -> None:
     """Which an engine launches before its first step, so that none is compiled in one."""
 
     def compiled_for(num_reqs: int, kind: int) -> tuple[object, ...]:
-        options, share = kernels.tile_options(size, num_reqs * places, kind)
+        options, share = kernels.tile_options(size, num_reqs * rows_per_request, kind)
         assert share % 16 == 0, "what Triton looks at of a number"
-        return *options.items(), *kernels.emit_options(places, size).items()
+        return *options.items(), *kernels.emit_options(rows_per_request, size).items()
 
     for kind in (0, 1, 2):
         warm = {compiled_for(1 << i, kind) for i in range(9)}

@@ -52,7 +52,7 @@ class ToyHead:
         num_features = len(needs.taps) + needs.hidden
         self.fc = make(num_features * target.width, hidden_size)
         self.embedding = make(target.vocab_size, hidden_size) * target.vocab_size**0.5
-        self.place = make(max_positions, hidden_size) * max_positions**0.5
+        self.position_embedding = make(max_positions, hidden_size) * max_positions**0.5
         self.layers = [ToyLayer(2 * hidden_size, hidden_size, make) for _ in range(num_layers)]
         self.target_ids = None if target_ids is None else torch.tensor(target_ids, device=device)
         self.head = make(hidden_size, target.vocab_size if target_ids is None else len(target_ids)) * 2
@@ -68,7 +68,7 @@ class ToyHead:
         self, ids: Tensor, hidden: Tensor, positions: Tensor, attend: Attend, rows: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """(T, Hd) for the logits, (T, Hd) for the next draft step."""
-        x = self.embedding.index_select(0, ids) + self.place.index_select(0, positions)
+        x = self.embedding.index_select(0, ids) + self.position_embedding.index_select(0, positions)
         for index, layer in enumerate(self.layers):
             hidden = layer(index, torch.cat((x, hidden), -1), hidden, attend)
         hidden = hidden if rows is None else hidden.index_select(0, rows)

@@ -195,7 +195,7 @@ def _propose(
         if kind is OneHot:
             last = argmax(read).token_ids
         elif fault.draft_role is None:
-            drawn = draw_draft(read, batch.temperature, batch.seeds, position, rule=rule, place=k)
+            drawn = draw_draft(read, batch.temperature, batch.seeds, position, rule=rule, draft_index=k)
             last = drawn.token_ids
         else:
             keys = Keys(batch.seeds, position)

@@ -20,13 +20,13 @@ from bateleur.eagle.rules import Drafts, RejectionOutput, Rows
 class LogitRows:
     """Maps drafts to the logit rows that verify them.
 
-    place: (C,) int64, the numbers 0 .. C-1. index: (R, C) int64, index among the N logit rows of the i-th logit row of
-    each request, clamped to N - 1. drafted: (R, K) bool, whether there is a draft.
+    row_numbers: (C,) int64, the numbers 0 .. C-1. index: (R, C) int64, index among the N logit rows of the i-th logit
+    row of each request, clamped to N - 1. drafted: (R, K) bool, whether there is a draft.
     """
 
     rows: Rows
     tokens: Tensor
-    place: Tensor
+    row_numbers: Tensor
     index: Tensor
     drafted: Tensor
     occupied: Tensor
@@ -37,10 +37,10 @@ class LogitRows:
         """Assign each draft to the logit row that verifies it. num_logits: N, number of logit rows."""
         tokens_RK, first_R = drafts.tokens, rows.query_start_loc[:-1].long()
         num_R = rows.query_start_loc[1:] - first_R
-        place_C = torch.arange(tokens_RK.shape[1] + 1, device=tokens_RK.device)
-        index_RC = (first_R.unsqueeze(1) + place_C).clamp_(max=num_logits - 1)
-        drafted_RK = (place_C[1:] < num_R.unsqueeze(1)) & (tokens_RK >= 0)
-        return cls(rows, tokens_RK, place_C, index_RC, drafted_RK, num_R > 0)
+        row_C = torch.arange(tokens_RK.shape[1] + 1, device=tokens_RK.device)
+        index_RC = (first_R.unsqueeze(1) + row_C).clamp_(max=num_logits - 1)
+        drafted_RK = (row_C[1:] < num_R.unsqueeze(1)) & (tokens_RK >= 0)
+        return cls(rows, tokens_RK, row_C, index_RC, drafted_RK, num_R > 0)
 
     def owners(self, num_logits: int) -> tuple[Tensor, Keys]:
         """Return the request of every logit row, (N,) int64, and the noise key of its sample. Padding belongs to the
@@ -69,6 +69,6 @@ class LogitRows:
         end_R1 = accepted_R.unsqueeze(1)
         last_R = last.token_ids.masked_fill(last.bad | ~self.occupied, -1)
         drafts_RC = pad(self.tokens, (0, 1), value=-1)
-        tokens_RC = torch.where(self.place < end_R1, drafts_RC, -1).scatter_(1, end_R1, last_R.unsqueeze(1))
+        tokens_RC = torch.where(self.row_numbers < end_R1, drafts_RC, -1).scatter_(1, end_R1, last_R.unsqueeze(1))
         bad_R = last.bad & self.occupied
         return RejectionOutput(tokens_RC, accepted_R + (last_R >= 0), bad_R)

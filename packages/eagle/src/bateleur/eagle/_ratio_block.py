@@ -46,7 +46,7 @@ class _Case(NamedTuple):
     shard: VocabShard | None
     scale: LogNormalizer
     drafted: LogNormalizer | None
-    places: LogitRows
+    logit_rows: LogitRows
     distribution: DraftDistribution
     greedy: Tensor
     best: SampledTokens
@@ -58,7 +58,7 @@ class _Case(NamedTuple):
 def ratio(logits: Tensor, drafts: Drafts, rows: Rows, lanes: Lanes | None) -> RejectionOutput:
     """Verify by the rule RATIO: accept draft x while u q(x) < p(x), with uniform u; see `bateleur.eagle.verify`."""
     case = _case(logits, drafts, rows, Rule.RATIO, lanes)
-    accepted_R = case.places.run(_matches(case).where(case.greedy.unsqueeze(1), case.u * case.q < case.p))
+    accepted_R = case.logit_rows.run(_matches(case).where(case.greedy.unsqueeze(1), case.u * case.q < case.p))
     return _emit(case, accepted_R, case.u.new_ones(1), lanes)
 
 
@@ -69,32 +69,32 @@ def block(logits: Tensor, drafts: Drafts, rows: Rows, lanes: Lanes | None) -> Re
     tested against its weight. Earlier drafts are tested against the probability that the later tests leave.
     """
     case = _case(logits, drafts, rows, Rule.BLOCK, lanes)
-    places, num_drafts = case.places, case.p.shape[1]
+    logit_rows, num_drafts = case.logit_rows, case.p.shape[1]
     weight_RC, test_RK = torch.ones_like(pad(case.p, (1, 0))), torch.empty_like(case.p)
     for k in range(num_drafts):
         weight_RC[:, k + 1] = (weight_RC[:, k] * case.p[:, k] / case.q[:, k].clamp_min(_LEAST)).clamp_max(1)
         test_RK[:, k] = weight_R = weight_RC[:, k + 1]
         if k + 1 < num_drafts:
-            place_R = torch.full_like(places.index[:, 0], k + 1)
-            excess_RV = _excess(case, places.index[:, k + 1], place_R, weight_R)
+            draft_R = torch.full_like(logit_rows.index[:, 0], k + 1)
+            excess_RV = _excess(case, logit_rows.index[:, k + 1], draft_R, weight_R)
             excess_R = exact_sum(excess_RV, shard=case.shard).float().squeeze(1)
             # 0 / 0 means weight 1 before equal distributions. It is never reached: the next test holds for sure.
             inner_R = excess_R / (excess_R + 1 - weight_R)
-            test_RK[:, k] = torch.where(places.drafted[:, k + 1], inner_R, weight_R)
+            test_RK[:, k] = torch.where(logit_rows.drafted[:, k + 1], inner_R, weight_R)
     count_K = torch.arange(1, num_drafts + 1, device=logits.device)
-    passed_RK = (case.u <= test_RK) & places.drafted
+    passed_RK = (case.u <= test_RK) & logit_rows.drafted
     last_R = pad(count_K * passed_RK, (1, 0)).amax(1)
-    accepted_R = torch.where(case.greedy, places.run(_matches(case)), last_R)
+    accepted_R = torch.where(case.greedy, logit_rows.run(_matches(case)), last_R)
     return _emit(case, accepted_R, weight_RC.gather(1, accepted_R.unsqueeze(1)).squeeze(1), lanes)
 
 
 def _case(logits: Tensor, drafts: Drafts, rows: Rows, rule: Rule, lanes: Lanes | None) -> _Case:
     """Collect the inputs of the tests. Drops drafts after a bad row, a missing draft or a bad distribution."""
-    places, distribution = LogitRows.of(logits.shape[0], drafts, rows), drafts.distribution
+    logit_rows, distribution = LogitRows.of(logits.shape[0], drafts, rows), drafts.distribution
     shard = None if lanes is None else lanes.shard
     best, scale = argmax(logits, shard), LogNormalizer.of(logits, shard)
     num_drafts, vocab_size = drafts.tokens.shape[1], logits.shape[1] if shard is None else shard.vocab_size
-    index_RK = places.index[:, :-1]
+    index_RK = logit_rows.index[:, :-1]
     p_RK = _probability(logits, scale, index_RK, drafts.tokens, shard)
     q_RK, sound_RK = torch.ones_like(p_RK), ~best.bad[index_RK]
     drafted = None
@@ -104,13 +104,13 @@ def _case(logits: Tensor, drafts: Drafts, rows: Rows, rule: Rule, lanes: Lanes |
         sound_RK &= finite_RK | (rows.temperature == 0).unsqueeze(1)
     else:
         distribution = OneHot()
-    drafted_RK = (places.drafted & sound_RK).to(torch.int64).cumprod(1).bool()
+    drafted_RK = (logit_rows.drafted & sound_RK).to(torch.int64).cumprod(1).bool()
     place_RK = torch.arange(num_drafts, device=logits.device).expand(len(rows), -1)
     position_RK = rows.first_position.unsqueeze(1) + place_RK
     keys = rule.keys(rows.seeds.repeat_interleave(num_drafts), position_RK.flatten(), place_RK.flatten())
     u_RK = uniform(keys, Role.ACCEPT).view(p_RK.shape)
-    places, greedy_R = replace(places, drafted=drafted_RK), rows.temperature == 0
-    return _Case(logits, shard, scale, drafted, places, distribution, greedy_R, best, p_RK, q_RK, u_RK)
+    logit_rows, greedy_R = replace(logit_rows, drafted=drafted_RK), rows.temperature == 0
+    return _Case(logits, shard, scale, drafted, logit_rows, distribution, greedy_R, best, p_RK, q_RK, u_RK)
 
 
 def _probability(logits: Tensor, scale: LogNormalizer, row: Tensor, token: Tensor, shard: VocabShard | None) -> Tensor:
@@ -144,17 +144,19 @@ def _declared(
 
 def _matches(case: _Case) -> Tensor:
     """Return (R, K) bool: whether the draft is the first maximum of its logit row, the test of greedy requests."""
-    return case.best.token_ids[case.places.index[:, :-1]] == case.places.tokens
+    return case.best.token_ids[case.logit_rows.index[:, :-1]] == case.logit_rows.tokens
 
 
-def _excess(case: _Case, row_R: Tensor, place_R: Tensor, weight_R: Tensor) -> Tensor:
-    """Return the residual (weight p - q)+, (R, V): p of logit rows `row_R`, q of drafts with index `place_R`."""
+def _excess(case: _Case, row_R: Tensor, draft_R: Tensor, weight_R: Tensor) -> Tensor:
+    """Return the residual (weight p - q)+, (R, V): p of logit rows `row_R`, q of drafts with index `draft_R`."""
     assert isinstance(case.distribution, Logits)
     assert case.drafted is not None
     ids, of_shard, shard = case.distribution.ids, case.distribution.shard, case.shard
     excess_RV = case.scale.at(row_R).log_probs(case.logits[row_R]).exp_().mul_(weight_R.unsqueeze(1))
-    at_R = torch.arange(len(place_R), device=place_R.device) * case.p.shape[1] + place_R
-    scaled_RD = apply_temperature(case.distribution.logits.flatten(0, 1)[at_R].float(), case.places.rows.temperature)
+    at_R = torch.arange(len(draft_R), device=draft_R.device) * case.p.shape[1] + draft_R
+    scaled_RD = apply_temperature(
+        case.distribution.logits.flatten(0, 1)[at_R].float(), case.logit_rows.rows.temperature
+    )
     q_RD = case.drafted.at(at_R).log_probs(scaled_RD).exp_()
     width, first = excess_RV.shape[1], 0 if shard is None or of_shard is not None else shard.first
     if ids is None:
@@ -169,12 +171,12 @@ def _excess(case: _Case, row_R: Tensor, place_R: Tensor, weight_R: Tensor) -> Te
 
 def _emit(case: _Case, accepted_R: Tensor, weight_R: Tensor, lanes: Lanes | None) -> RejectionOutput:
     """Sample the token after the accepted drafts: from the residual if a draft was rejected, else from the target."""
-    rows, (row_R, token_R, rejected_R) = case.places.rows, case.places.column(accepted_R)
+    rows, (row_R, token_R, rejected_R) = case.logit_rows.rows, case.logit_rows.column(accepted_R)
     rejected_R1 = (rejected_R & ~case.greedy).unsqueeze(1)
     final_RV = case.logits[row_R]
     if isinstance(case.distribution, Logits):
-        place_R = accepted_R.clamp(max=case.p.shape[1] - 1)
-        excess_RV = _excess(case, row_R, place_R, weight_R)
+        draft_R = accepted_R.clamp(max=case.p.shape[1] - 1)
+        excess_RV = _excess(case, row_R, draft_R, weight_R)
         # The residual of equal distributions is only rounding, and that of bad rows NaN: then draw from the row itself.
         rejected_R1 &= exact_sum(excess_RV.clone(), shard=case.shard) > 0
         final_RV = torch.where(rejected_R1, excess_RV.log_(), final_RV)
@@ -184,4 +186,4 @@ def _emit(case: _Case, accepted_R: Tensor, weight_R: Tensor, lanes: Lanes | None
             lane_V += case.shard.first
         final_RV = final_RV.masked_fill_(rejected_R1 & (lane_V == token_R.unsqueeze(1)), -torch.inf)
     keys = Keys(rows.seeds, rows.first_position + accepted_R)
-    return case.places.output(accepted_R, draw(final_RV, rows.temperature, keys, lanes=lanes))
+    return case.logit_rows.output(accepted_R, draw(final_RV, rows.temperature, keys, lanes=lanes))

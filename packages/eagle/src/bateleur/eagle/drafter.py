@@ -145,7 +145,7 @@ def distribution_of(drafter: Drafter | None, rule: Rule) -> Callable[[Tensor], D
     if not isinstance(drafter, SamplingDrafter):
         distribution = Coupled() if rule is Rule.COUPLED else OneHot()
         return lambda rows: distribution
-    # Keys of BLOCK contain the place and keys of RATIO do not, so the same kind of distribution is not enough.
+    # Keys of BLOCK contain the draft index and keys of RATIO do not, so the same kind of distribution is not enough.
     if drafter.rule is not rule:
         raise ValueError(
             f"drafter draws for rule {drafter.rule.name}; drafts are tested under {rule.name}, which asks for "

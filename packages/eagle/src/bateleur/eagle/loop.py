@@ -174,7 +174,7 @@ class _Proposer:
             h, hidden = head.forward(ids, hidden, positions, self._attend)
             logits, index = head.logits(h[-1:]), torch.tensor([known + 1 + k], device=device)
             lane, bad = draw_draft(
-                logits, self._temperature, self._seeds, index, rule=self._rule, place=k, lanes=self._lanes
+                logits, self._temperature, self._seeds, index, rule=self._rule, draft_index=k, lanes=self._lanes
             )
             if bad:
                 break

@@ -1,6 +1,6 @@
 """Keyed noise: random numbers that are a pure function of a name (key) instead of a generator's state.
 
-A random number is named by (seed, position, place, role, lane). It is an integer hash of that name, so it has
+A random number is named by (seed, position, draft index, role, lane). It is an integer hash of that name, so it has
 the same bits on every device, in every batch and in every order. No generator state is saved, restored or advanced.
 
 Legend for shapes: R rows, L lanes (a lane is a *target*-vocabulary id).
@@ -9,7 +9,7 @@ The definition (arithmetic modulo 2^64 or 2^32, `>>>` is the logical shift)::
 
     fmix64(x):  x ^= x >>> 33, x *= 0xFF51AFD7ED558CCD, x ^= x >>> 33, x *= 0xC4CEB9FE1A85EC53, x ^= x >>> 33
     fmix32(x):  x ^= x >>> 16, x *= 0x85EBCA6B,         x ^= x >>> 13, x *= 0xC2B2AE35,         x ^= x >>> 16
-    name   = position + place * 2^32 + role * 2^56     # injective: position < 2^32, place < 2^24, role < 2^7
+    name   = position + draft_index * 2^32 + role * 2^56  # injective: position < 2^32, draft_index < 2^24, role < 2^7
     row    = fmix64(fmix64(seed + 0x9E3779B97F4A7C15) ^ name)
     (a, b) = low and high 32 bits of row
     x      = ((fmix32(lane + 0x9E3779B9) ^ a) * 0x7FEB352D) ^ b
@@ -46,7 +46,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from bateleur.eagle.vocab_shard import VocabShard
 
-_MAX_PLACE = 1 << 24
+_MAX_DRAFT_INDEX = 1 << 24
 
 
 def _signed(value: int, width: int) -> int:
@@ -81,20 +81,20 @@ class Keys:
 
     seed: (R,) int64, any value, one per request.
     position: (R,) int64 in [0, 2^32): index in its sequence of the sampled token, never a clamped RoPE position.
-    place: int in [0, 2^24), or (R,) int64: separates samples of one role at one position.
+    draft_index: int in [0, 2^24), or (R,) int64: separates samples of one role at one position.
 
-    Raises `ValueError` for a wrong dtype or shape, or an int place out of range. Values in tensors are not checked,
-    because this would read the device.
+    Raises `ValueError` for a wrong dtype or shape, or an int draft_index out of range. Values in tensors are not
+    checked, because this would read the device.
     """
 
     seed: Tensor
     position: Tensor
-    place: Tensor | int = 0
+    draft_index: Tensor | int = 0
 
     def __post_init__(self) -> None:
-        for name, value in (("seed", self.seed), ("position", self.position), ("place", self.place)):
+        for name, value in (("seed", self.seed), ("position", self.position), ("draft_index", self.draft_index)):
             if isinstance(value, int):
-                if not 0 <= value < _MAX_PLACE:
+                if not 0 <= value < _MAX_DRAFT_INDEX:
                     raise ValueError(f"{name}={value} must be in [0, 2^24)")
             elif value.dtype != torch.int64 or value.shape != self.seed.shape or value.dim() != 1:
                 raise ValueError(
@@ -184,15 +184,15 @@ def gumbel_(u_RL: Tensor) -> Tensor:
 
 
 def names(keys: Keys, role: Role) -> Tensor:
-    """Pack position, place and role of each key into one number, (R,) int64, injectively."""
+    """Pack position, draft index and role of each key into one number, (R,) int64, injectively."""
     name_R = keys.position + (int(role) << 56) if role else keys.position
-    if isinstance(keys.place, Tensor) or keys.place:
-        name_R = name_R + (keys.place << 32)
+    if isinstance(keys.draft_index, Tensor) or keys.draft_index:
+        name_R = name_R + (keys.draft_index << 32)
     return name_R
 
 
 def row_words(keys: Keys, role: Role) -> tuple[Tensor, Tensor]:
-    """Hash the key of each row (seed, position, place, role) to two (R, 1) int32 words, low and high."""
+    """Hash the key of each row (seed, position, draft index, role) to two (R, 1) int32 words, low and high."""
     return hashed(keys.seed, names(keys, role))
 
 

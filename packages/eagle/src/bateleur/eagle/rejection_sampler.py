@@ -69,19 +69,19 @@ def draw_draft(
     positions: Tensor,
     *,
     rule: Rule = Rule.COUPLED,
-    place: int | Tensor = 0,
+    draft_index: int | Tensor = 0,
     lanes: Lanes | None = None,
 ) -> SampledTokens:
     """Sample one draft token per row with the noise that `rule` needs; the argmax if the temperature is 0.
 
     logits: (R, Vd) floating, before the temperature; the same tensor is given to `Logits` if the rule needs it.
     positions: (R,) int64 index in its sequence of the drafted token; may exceed all limits, never clamped.
-    place: int or (R,) int64, index of the draft in its step, from 0.
+    draft_index: int or (R,) int64, index of the draft in its step, from 0.
     lanes: for a reduced draft vocabulary `Lanes.of(ids, device)` of its target ids, so that drafts share the target's
         noise. The result is then an index into `ids`.
     """
     scaled_RD = apply_temperature(logits.float(), temperature)
-    return draw(scaled_RD, temperature, rule.keys(seeds, positions, place), rule.draft_role, lanes=lanes)
+    return draw(scaled_RD, temperature, rule.keys(seeds, positions, draft_index), rule.draft_role, lanes=lanes)
 
 
 def _coupled(
@@ -94,22 +94,22 @@ def _coupled(
     metadata: SamplingMetadata | None = None,
 ) -> RejectionOutput:
     """Verify by the rule COUPLED: sample every logit row, and accept the drafts that equal the samples."""
-    places = LogitRows.of(logits.shape[0], drafts, rows)
+    logit_rows = LogitRows.of(logits.shape[0], drafts, rows)
     if greedy and (metadata is None or metadata.penalties is None):
         drawn = argmax(logits, None if lanes is None else lanes.shard)
     else:
-        owner_N, keys = places.owners(logits.shape[0])
+        owner_N, keys = logit_rows.owners(logits.shape[0])
         if metadata is None:
             drawn = draw(logits, rows.temperature[owner_N], keys, lanes=lanes)
         else:
             drawn = sample(logits, metadata, keys, lanes=lanes)
     # A bad row draws -1, which equals no draft: the accepted run ends there and the row emits nothing.
-    token_RC = drawn.token_ids.masked_fill(drawn.bad, -1)[places.index]
-    accepted_R = places.run(token_RC[:, :-1] == places.tokens)
-    reached_RC = places.place <= accepted_R.masked_fill(~places.occupied, -1).unsqueeze(1)
+    token_RC = drawn.token_ids.masked_fill(drawn.bad, -1)[logit_rows.index]
+    accepted_R = logit_rows.run(token_RC[:, :-1] == logit_rows.tokens)
+    reached_RC = logit_rows.row_numbers <= accepted_R.masked_fill(~logit_rows.occupied, -1).unsqueeze(1)
     tokens_RC = torch.where(reached_RC, token_RC, -1)
     num_emitted_R = (tokens_RC >= 0).sum(1)
-    return RejectionOutput(tokens_RC, num_emitted_R, (num_emitted_R <= accepted_R) & places.occupied)
+    return RejectionOutput(tokens_RC, num_emitted_R, (num_emitted_R <= accepted_R) & logit_rows.occupied)
 
 
 COUPLED = Implementations(_coupled, triton="bateleur.eagle.kernels.rejection_sampler:coupled")

@@ -88,14 +88,14 @@ class Rule(Enum):
         """Role of the noise that drafts are sampled with: the target's for COUPLED, else an independent one."""
         return Role.TARGET if self is Rule.COUPLED else Role.DRAFT
 
-    def keys(self, seeds: Tensor, positions: Tensor, place: int | Tensor = 0) -> Keys:
-        """Return the noise keys of drafts and of acceptance tests; `place` is the index of the draft in its step.
+    def keys(self, seeds: Tensor, positions: Tensor, draft_index: int | Tensor = 0) -> Keys:
+        """Return the noise keys of drafts and of acceptance tests; `draft_index` is the index of the draft in its step.
 
-        Keys of BLOCK contain the place. BLOCK reads noise after the position where it stops, and the next step must
-        not read the same numbers at that position; its place differs, so it does not. The other rules read no noise
+        Keys of BLOCK contain the index. BLOCK reads noise after the position where it stops, and the next step must
+        not read the same numbers at that position; its index differs, so it does not. The other rules read no noise
         after the tokens that they emit.
         """
-        return Keys(seeds, positions, place if self is Rule.BLOCK else 0)
+        return Keys(seeds, positions, draft_index if self is Rule.BLOCK else 0)
 
     def require(self, distribution: DraftDistribution | type[DraftDistribution]) -> None:
         """Raise `ValueError` unless the rule can verify drafts of this distribution; for constructors."""

@@ -57,7 +57,7 @@ class ToyTarget:
         make = weights(seed, device)
         self.num_layers, self.width, self.vocab_size = num_layers, width, vocab_size
         self.embedding = make(vocab_size, width) * vocab_size**0.5
-        self.place = make(max_positions, width) * max_positions**0.5
+        self.position_embedding = make(max_positions, width) * max_positions**0.5
         self.layers = [ToyLayer(width, width, make) for _ in range(num_layers)]
         self.head = make(width, vocab_size) * 2
 
@@ -65,7 +65,7 @@ class ToyTarget:
         """Return the hidden states at layer boundaries 0 .. num_layers and the final one after the norm, each
         (T, W).
         """
-        x = self.embedding.index_select(0, ids) + self.place.index_select(0, positions)
+        x = self.embedding.index_select(0, ids) + self.position_embedding.index_select(0, positions)
         boundaries = [x]
         for index, layer in enumerate(self.layers):
             x = layer(index, x, x, attend)

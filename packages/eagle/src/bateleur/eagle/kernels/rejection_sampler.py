@@ -78,7 +78,7 @@ def draw_kernel(
 ):  # fmt: skip
     """Sample each logit row by Gumbel-max: the first maximum of each share of the row, NaN if the share holds one.
 
-    Grid (requests, places, shares): a place is the index of a logit row within its request.
+    Grid (requests, logit rows of a request, shares of a row).
 
     LAW: logits are divided by their row's temperature here. TRUNCATION: logits below the row's threshold
     (`least_ptr`, `last_ptr`) are left out. SINGLE: every request has one row, and there are no starts. KIND: kind of
@@ -86,17 +86,17 @@ def draw_kernel(
 
     Occupancy on sm_90: at least 24 blocks per SM.
     """
-    request, place, shard = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    row = request + place
+    request, row_of_request, shard = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    row = request + row_of_request
     if not SINGLE:
-        row = tl.load(starts_ptr + request) + place
+        row = tl.load(starts_ptr + request) + row_of_request
         if row >= tl.load(starts_ptr + request + 1):
             return
     row = row.to(tl.int64)
     row_ptr = logits_ptr + row * logits_row
     penalties = penalties_of(row, size, values_ptr, owners_ptr, counts_ptr, prompts_ptr, before_ptr, num_before, KIND)
     noisy = tl.load(temperature_ptr + request * temperature_step) > 0
-    low, high = row_words(tl.load(seeds_ptr + request), tl.load(positions_ptr + request) + place)
+    low, high = row_words(tl.load(seeds_ptr + request), tl.load(positions_ptr + request) + row_of_request)
     best, token, broken = float("-inf"), 0, 0
     if LAW:
         temperature = tl.where(noisy, tl.load(sampling_ptr + row * 4), 1.0)
@@ -126,7 +126,7 @@ def draw_kernel(
             if top > best:
                 best = top
                 token = start + tl.argmax(value_L, 0, tie_break_left=True)
-    at = (request * tl.num_programs(1) + place) * tl.num_programs(2) + shard
+    at = (request * tl.num_programs(1) + row_of_request) * tl.num_programs(2) + shard
     tl.store(best_ptr + at, tl.where(broken != 0, float("nan"), best))
     tl.store(token_ptr + at, token)
 
@@ -185,14 +185,14 @@ def _block(size: int) -> int:
     return min(_BLOCK, max(16, int(triton.next_power_of_2(size))))
 
 
-def emit_options(places: int, size: int) -> dict[str, Any]:
+def emit_options(rows_per_request: int, size: int) -> dict[str, Any]:
     """Return launch options of `emit_kernel` for rows of `size` tokens. A batch of one row
     has the most shares a row; the options fit that, so that one kernel serves any number of rows.
 
-    places: most logit rows of a request.
+    rows_per_request: most logit rows of a request.
     """
     shares = min(triton.cdiv(size, _block(size)), _PROGRAMS)
-    block_c, block_s = triton.next_power_of_2(places), triton.next_power_of_2(shares)
+    block_c, block_s = triton.next_power_of_2(rows_per_request), triton.next_power_of_2(shares)
     num_warps = max(1, min(8, block_c * block_s // 512))
     return {"BLOCK_C": block_c, "BLOCK_S": block_s, "num_warps": num_warps, "enable_fp_fusion": False}
 
@@ -232,7 +232,7 @@ def _of_singles(
 
 class _SingleRowRequests(NamedTuple):
     """Requests with one logit row each, in place of `Rows`. first_position: the result of `bateleur.eagle.noise.names`,
-    which packs position, place and role into one number.
+    which packs position, draft index and role into one number.
     """
 
     seeds: Tensor
@@ -251,13 +251,13 @@ def _launch(
         raise ValueError(f"logits: strides {logits.stride()} must be dense in the last dimension")
     (num_reqs, num_drafts), size, device = drafts.shape, logits.shape[1], logits.device
     words = (Lanes.of(size, device) if lanes is None else lanes).words
-    places, penalties = num_drafts + 1, None if metadata is None else metadata.penalties
+    rows_per_request, penalties = num_drafts + 1, None if metadata is None else metadata.penalties
     of_penalties, kind = arguments(penalties, logits)
-    options, share = tile_options(size, num_reqs * places, kind)
+    options, share = tile_options(size, num_reqs * rows_per_request, kind)
     shares = triton.cdiv(size, share)
-    best = torch.empty(num_reqs, places, shares, dtype=torch.float32, device=device)
-    token = torch.empty(num_reqs, places, shares, dtype=torch.int32, device=device)
-    out = torch.empty(num_reqs, places, dtype=torch.int64, device=device)
+    best = torch.empty(num_reqs, rows_per_request, shares, dtype=torch.float32, device=device)
+    token = torch.empty(num_reqs, rows_per_request, shares, dtype=torch.int32, device=device)
+    out = torch.empty(num_reqs, rows_per_request, dtype=torch.int64, device=device)
     emitted = torch.empty(num_reqs, dtype=torch.int64, device=device)
     bad = torch.empty(num_reqs, dtype=torch.bool, device=device)
     single = isinstance(rows, _SingleRowRequests)
@@ -269,13 +269,13 @@ def _launch(
         values = metadata.values.contiguous()
     if truncates:
         least, last = truncation_thresholds(logits, values, penalties)
-    draw_kernel[(num_reqs, places, shares)](
+    draw_kernel[(num_reqs, rows_per_request, shares)](
         logits, words, starts, seeds, first, rows.temperature, best, token, values, least, last,
         logits.stride(0), size, share, rows.temperature.stride(0), *of_penalties,
         LAW=metadata is not None, TRUNCATION=truncates, SINGLE=single, **options,
     )  # fmt: skip
     emit_kernel[(num_reqs,)](
         best, token, starts, drafts, out, emitted, bad, num_drafts, num_drafts, shares,
-        SINGLE=single, **emit_options(places, size),
+        SINGLE=single, **emit_options(rows_per_request, size),
     )  # fmt: skip
     return RejectionOutput(out, emitted, bad)
