@@ -33,11 +33,11 @@ def _define(
     fake: Callable[..., Any] = _like_queries,
     mutates: tuple[str, ...] = (),
     triton: str | None = None,
-    home: str = "cuda_ops",
+    module: str = "cuda_ops",
     name: str | None = None,
 ) -> F:
-    """Define an operator of ``torch.ops.bateleur``. triton: name of its CUDA form; home: that form's module."""
-    forms = Implementations(form, triton=triton and f"bateleur.metadata.kernels.{home}:{triton}")
+    """Define an operator of ``torch.ops.bateleur``. triton: name of its CUDA form; module: that form's module."""
+    forms = Implementations(form, triton=triton and f"bateleur.metadata.kernels.{module}:{triton}")
     return define_op(_library, form, forms, mutates=mutates, fake=fake, name=name)
 
 
@@ -73,7 +73,7 @@ and values are what the caches hold, times the scale of their head. ``work`` is 
 """
 
 attention_work = _define(
-    _work_list.attention_work, fake=_work_list.empty_work_list, triton="attention_work", home="work_list"
+    _work_list.attention_work, fake=_work_list.empty_work_list, triton="attention_work", module="work_list"
 )
 """``(k_cache, seq_lens (R,) int32, query_start_loc (R + 1,) int32, num_heads, num_tokens, max_query_len,
 sliding_window, dtype or None) -> (n, 8) int32``: the work list of ``triton_paged_attention``.

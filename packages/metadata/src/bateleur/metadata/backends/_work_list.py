@@ -105,7 +105,9 @@ def _list_of(
     return item.int(), joins[:-1].int()
 
 
-def _split_size(work: Tensor, least: int, splits: int) -> Tensor:
-    """Return the smallest split size ``least * 2**n``, n = 0, 1, ..., at which ``splits`` splits hold ``work`` keys."""
-    sizes = least << torch.arange(40, device=work.device)
+def _split_size(work: Tensor, min_size: int, splits: int) -> Tensor:
+    """Return the smallest split size ``min_size * 2**n``, n = 0, 1, ..., at which ``splits`` splits hold ``work``
+    keys.
+    """
+    sizes = min_size << torch.arange(40, device=work.device)
     return sizes[torch.searchsorted(sizes * splits, work.view(1))]

@@ -285,13 +285,13 @@ kernel_row_args = attrgetter(
 """Row arguments of attention kernels, in their order."""
 
 
-def device_refusal(device: torch.device, least: tuple[int, int]) -> str | None:
-    """Return why a device is not a CUDA device of at least compute capability ``least``, or None if it is."""
+def device_refusal(device: torch.device, min_capability: tuple[int, int]) -> str | None:
+    """Return why a device is not a CUDA device of at least compute capability ``min_capability``, or None if it is."""
     if device.type != "cuda":
         return f"device {device} is not CUDA"
     if not torch.cuda.is_available():
         return "there is no CUDA device"
-    capability = torch.cuda.get_device_capability(device) if any(least) else least
-    if capability < least:
-        return "compute capability {}.{} is below {}.{}".format(*capability, *least)
+    capability = torch.cuda.get_device_capability(device) if any(min_capability) else min_capability
+    if capability < min_capability:
+        return "compute capability {}.{} is below {}.{}".format(*capability, *min_capability)
     return None

@@ -87,21 +87,21 @@ class Experts(ResidualBranch):
             if shared_TL is None:
                 return y_TL
             return y_TL.add_(shared_TL if gate_T1 is None else shared_TL * logistic(gate_T1))
-        token_S, place_S, ends_E = sort_places(experts_TK, self.spec.num_experts)
-        return combine(self._products(x_TL, token_S, ends_E), place_S, weights_TK, shared_TL, gate_T1)
+        token_S, sorted_index_S, expert_ends_E = sort_places(experts_TK, self.spec.num_experts)
+        return combine(self._products(x_TL, token_S, expert_ends_E), sorted_index_S, weights_TK, shared_TL, gate_T1)
 
-    def _products(self, x_TL: Tensor, token_S: Tensor, ends_E: Tensor) -> Tensor:
+    def _products(self, x_TL: Tensor, token_S: Tensor, expert_ends_E: Tensor) -> Tensor:
         """Return the outputs (S, L) of the experts for S sorted pairs of token and expert.
 
-        x_TL: inputs of the tokens. token_S: token of each pair. ends_E: end of each expert's pairs; later rows are
-        undefined.
+        x_TL: inputs of the tokens. token_S: token of each pair. expert_ends_E: end of each expert's pairs; later rows
+        are undefined.
         """
-        wide_SF, expert_S = self.up_proj(x_TL.index_select(0, token_S), ends_E), None
+        gate_up_SF, expert_S = self.up_proj(x_TL.index_select(0, token_S), expert_ends_E), None
         if self.up_proj.bias is not None and self.down_proj.bias is not None:
-            place_S = torch.arange(len(token_S), dtype=torch.int32, device=ends_E.device)
-            expert_S = torch.searchsorted(ends_E, place_S, right=True).clamp_(max=len(ends_E) - 1)
-            wide_SF = wide_SF.add_(self.up_proj.bias.index_select(0, expert_S))
-        y_SL = self.down_proj(activate(wide_SF, self.spec), ends_E)
+            sorted_index_S = torch.arange(len(token_S), dtype=torch.int32, device=expert_ends_E.device)
+            expert_S = torch.searchsorted(expert_ends_E, sorted_index_S, right=True).clamp_(max=len(expert_ends_E) - 1)
+            gate_up_SF = gate_up_SF.add_(self.up_proj.bias.index_select(0, expert_S))
+        y_SL = self.down_proj(activate(gate_up_SF, self.spec), expert_ends_E)
         if expert_S is None or self.down_proj.bias is None:
             return y_SL
         return y_SL.add_(self.down_proj.bias.index_select(0, expert_S))
@@ -116,8 +116,8 @@ class Experts(ResidualBranch):
         (first, end), count = self.spec.own, self.spec.num_own
         elsewhere_AK = (experts_AK < first) | (experts_AK >= end)
         own_AK = (experts_AK - first).masked_fill_(elsewhere_AK, count)  # sorted after all others
-        token_S, place_S, ends_E = sort_places(own_AK, count + 1)
-        y_SL = self._products(x_AL, token_S, ends_E[:count])
-        missing_S = torch.arange(len(token_S), device=y_SL.device) >= ends_E[count - 1]
+        token_S, sorted_index_S, expert_ends_E = sort_places(own_AK, count + 1)
+        y_SL = self._products(x_AL, token_S, expert_ends_E[:count])
+        missing_S = torch.arange(len(token_S), device=y_SL.device) >= expert_ends_E[count - 1]
         y_SL.masked_fill_(missing_S.unsqueeze(1), 0.0)
-        return exchange.sum_parts(combine(y_SL, place_S, weights_AK, None, None), len(x_TL))
+        return exchange.sum_parts(combine(y_SL, sorted_index_S, weights_AK, None, None), len(x_TL))

@@ -26,7 +26,7 @@ _GENERATIONS = (9, 10)
 """Of GPUs, that torch has a kernel for; for others (Ampere, Ada, consumer Blackwell) it copies the ends to the host."""
 
 
-def masked_products(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+def masked_products(x: Tensor, weight: Tensor, group_ends: Tensor) -> Tensor:
     """Multiply every row by the matrix of its group, in torch on any device and dtype.
 
     It multiplies all rows by the matrices of all groups, and keeps one product for each row. Arguments are those of
@@ -35,7 +35,7 @@ def masked_products(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     rows_S1 = torch.arange(x.shape[0], device=x.device).unsqueeze(1)
     y_SN = x.new_zeros(x.shape[0], weight.shape[1])
     for e in reversed(range(weight.shape[0])):  # a row belongs to the first group that ends after it
-        y_SN = torch.where(rows_S1 < ends[e], F.linear(x, weight[e]), y_SN)
+        y_SN = torch.where(rows_S1 < group_ends[e], F.linear(x, weight[e]), y_SN)
     return y_SN
 
 
@@ -43,21 +43,22 @@ FORMS = Implementations(masked_products, triton="bateleur.runner.models.kernels.
 """Used on CUDA if torch has no grouped product without a host sync; Triton's does not support float64."""
 
 
-def grouped_product(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """``(x (S, K), weight (E, N, K), ends (E,) int32) -> (S, N)``: row s times the transpose of its group's matrix.
+def grouped_product(x: Tensor, weight: Tensor, group_ends: Tensor) -> Tensor:
+    """``(x (S, K), weight (E, N, K), group_ends (E,) int32) -> (S, N)``: row s times the transpose of its group's
+    matrix.
 
-    The rows of group e end before ``ends[e]``; group 0 begins at row 0. A row of the result depends only on its own
-    input, even if others are NaN. Rows after the last group are undefined.
+    The rows of group e end before ``group_ends[e]``; group 0 begins at row 0. A row of the result depends only on its
+    own input, even if others are NaN. Rows after the last group are undefined.
     """
     if x.is_cpu:
-        return _by_group(x, weight, ends)
+        return _by_group(x, weight, group_ends)
     if torch_supports(x, weight):
-        return F.grouped_mm(x, weight.transpose(1, 2), offs=ends)
-    return (FORMS.torch if x.dtype == torch.float64 else FORMS.on(x))(x, weight, ends)
+        return F.grouped_mm(x, weight.transpose(1, 2), offs=group_ends)
+    return (FORMS.torch if x.dtype == torch.float64 else FORMS.on(x))(x, weight, group_ends)
 
 
 def torch_supports(x: Tensor, weight: Tensor) -> bool:
-    """Return whether torch's grouped product supports these tensors without reading `ends` on the host."""
+    """Return whether torch's grouped product supports these tensors without reading `group_ends` on the host."""
     if x.dtype != torch.bfloat16 or weight.shape[0] > _MOST_GROUPS:
         return False
     if generation(x.device) not in _GENERATIONS:
@@ -72,16 +73,18 @@ def generation(device: torch.device) -> int:
     return torch.cuda.get_device_capability(device)[0]
 
 
-def _by_group(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+def _by_group(x: Tensor, weight: Tensor, group_ends: Tensor) -> Tensor:
     y_SN = x.new_empty(x.shape[0], weight.shape[1])
-    for e, start, end in _filled(ends):
+    for e, start, end in _filled(group_ends):
         torch.mm(x[start:end], weight[e].t(), out=y_SN[start:end])
     return y_SN
 
 
-def _filled(ends: Tensor) -> list[tuple[int, int, int]]:
-    """Return (group, first row, end) of the groups that have rows. CPU only, where reading `ends` does not wait."""
-    every: list[int] = ends.tolist()
+def _filled(group_ends: Tensor) -> list[tuple[int, int, int]]:
+    """Return (group, first row, end) of the groups that have rows. CPU only, where reading `group_ends` does not
+    wait.
+    """
+    every: list[int] = group_ends.tolist()
     return [(e, a, b) for e, (a, b) in enumerate(zip([0, *every], every, strict=False)) if a < b]
 
 
@@ -91,7 +94,7 @@ _grouped_product = define_op(
     grouped_product,
     Implementations(grouped_product),
     mutates=(),
-    fake=lambda x, weight, ends: x.new_empty(x.shape[0], weight.shape[1]),
+    fake=lambda x, weight, group_ends: x.new_empty(x.shape[0], weight.shape[1]),
 )
 
 
@@ -108,13 +111,15 @@ class GroupedProjection:
         """W as codes and scales, and nothing else then; None if it is plain."""
         self.bias: Tensor | None = None
 
-    def __call__(self, x: Tensor, ends: Tensor) -> Tensor:
-        """Return (S, rows) for x (S, columns). ends: (E,) int32, end of each group's rows, as in `grouped_product`."""
+    def __call__(self, x: Tensor, group_ends: Tensor) -> Tensor:
+        """Return (S, rows) for x (S, columns). group_ends: (E,) int32, end of each group's rows, as in
+        `grouped_product`.
+        """
         if self._weight is not None:
-            return _grouped_product(x, self.weight, ends)
+            return _grouped_product(x, self.weight, group_ends)
         if self.quantized is not None:
-            return quantized_product(x, ends, self.quantized)
-        filled = _filled(ends)
+            return quantized_product(x, group_ends, self.quantized)
+        filled = _filled(group_ends)
         found = [self._packed[e](x[start:end]) for e, start, end in filled]
         if not found:
             return self._packed[0](x)
@@ -128,8 +133,8 @@ class GroupedProjection:
             return
         groups, _, columns = self.quantized.shape if self.quantized is not None else held.shape
         for rows in {1, most} if self.quantized is None else warm_sizes(most, groups):
-            ends = torch.full((groups,), rows, dtype=torch.int32, device=held.device)
-            self(torch.zeros(rows, columns, dtype=self.dtype, device=held.device), ends)
+            group_ends = torch.full((groups,), rows, dtype=torch.int32, device=held.device)
+            self(torch.zeros(rows, columns, dtype=self.dtype, device=held.device), group_ends)
 
     @property
     def weight(self) -> Tensor:
@@ -176,7 +181,7 @@ class GroupedProjection:
     def pack(self, *, recorded: bool = False) -> None:
         """Pack the matrix of each group if that makes products faster, see `Projection.pack`.
 
-        recorded: CUDA graphs will be captured. They read `ends` on the device, so nothing is packed.
+        recorded: CUDA graphs will be captured. They read `group_ends` on the device, so nothing is packed.
         """
         if self._packed or recorded:
             return

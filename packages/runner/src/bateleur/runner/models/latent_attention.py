@@ -44,8 +44,8 @@ class LatentAttention(CachedAttention):
         """Write keys and values of this step, attend, and project to the hidden size: (T, M)."""
         spec = self._layer
         q, latent_TR, shared_TS = self.in_proj(x_TM, step.adapters).split_with_sizes(self._parts, -1)
-        made = self.latent_proj(self._norm(latent_TR), step.adapters)
-        k, v = join_heads(made, shared_TS, spec.num_heads, spec.key_dim, spec.head_dim)
+        kv_up = self.latent_proj(self._norm(latent_TR), step.adapters)
+        k, v = join_heads(kv_up, shared_TS, spec.num_heads, spec.key_dim, spec.head_dim)
         q = _padded(q.view(len(x_TM), spec.num_heads, -1), spec.head_dim)
         out_THD = step.attend(self.attend, self._index, q, k, v)
         return self.o_proj(out_THD[..., : spec.value_dim].flatten(1), step.adapters)
@@ -57,19 +57,19 @@ def _padded(heads_TH: Tensor, head_dim: int) -> Tensor:
     return F.pad(heads_TH, (0, missing)) if missing else heads_TH
 
 
-def _fake_heads(made: Tensor, shared: Tensor, heads: int, key_dim: int, head_dim: int) -> tuple[Tensor, Tensor]:
-    k, v = (made.new_empty(made.shape[0], heads, head_dim) for _ in range(2))
+def _fake_heads(kv_up: Tensor, shared: Tensor, heads: int, key_dim: int, head_dim: int) -> tuple[Tensor, Tensor]:
+    k, v = (kv_up.new_empty(kv_up.shape[0], heads, head_dim) for _ in range(2))
     return k, v
 
 
 @operator("latent", _fake_heads, direct=True)
-def join_heads(made: Tensor, shared: Tensor, heads: int, key_dim: int, head_dim: int) -> tuple[Tensor, Tensor]:
+def join_heads(kv_up: Tensor, shared: Tensor, heads: int, key_dim: int, head_dim: int) -> tuple[Tensor, Tensor]:
     """Return keys and values (T, H, D) for the KV cache.
 
     made (T, H * (N + V)): projection of the latent; each head has N key elements (`key_dim`), then V of its value.
     shared (T, S): key elements that all heads share. A key has N own elements, S shared ones, and zeros up to D.
     """
-    made_TH = made.view(len(made), heads, made.shape[1] // heads)
+    kv_up_TH = kv_up.view(len(kv_up), heads, kv_up.shape[1] // heads)
     shared_TH = shared.unsqueeze(1).expand(-1, heads, -1)
-    k = torch.cat((made_TH[..., :key_dim], shared_TH), -1)
-    return _padded(k, head_dim), _padded(made_TH[..., key_dim:], head_dim)
+    k = torch.cat((kv_up_TH[..., :key_dim], shared_TH), -1)
+    return _padded(k, head_dim), _padded(kv_up_TH[..., key_dim:], head_dim)

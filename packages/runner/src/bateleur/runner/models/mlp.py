@@ -30,22 +30,27 @@ class Mlp(ResidualBranch):
         return self.down_proj(activate(self.up_proj(x_TM, step.adapters), self.spec), step.adapters)
 
 
-def activate(wide: Tensor, spec: MlpLayer | ExpertsLayer) -> Tensor:
-    """Return the activations (T, F) of wide (T, F), or of wide (T, 2F) with the gate in the left half."""
-    return activation(wide, spec.intermediate_size, spec.activation, spec.gated)
+def activate(gate_up: Tensor, spec: MlpLayer | ExpertsLayer) -> Tensor:
+    """Return the activations (T, F) of gate_up (T, F), or of gate_up (T, 2F) with the gate in the left half."""
+    return activation(gate_up, spec.intermediate_size, spec.activation, spec.gated)
 
 
-@operator("activation", lambda wide, size, name, gated: wide.new_empty(wide.shape[0], size), direct=True, native="rows")
-def activation(wide: Tensor, size: int, name: str, gated: bool) -> Tensor:
-    """Return `act(wide)` (T, size), or `act(gate) * up` with the gate in the left half of wide (T, 2 size).
+@operator(
+    "activation",
+    lambda gate_up, size, name, gated: gate_up.new_empty(gate_up.shape[0], size),
+    direct=True,
+    native="rows",
+)
+def activation(gate_up: Tensor, size: int, name: str, gated: bool) -> Tensor:
+    """Return `act(gate_up)` (T, size), or `act(gate) * up` with the gate in the left half of gate_up (T, 2 size).
 
     name: one of `Activation`.
     """
-    inner_TF = wide[:, :size] if gated else wide
+    inner_TF = gate_up[:, :size] if gated else gate_up
     if name == "clamped_swiglu":
-        exact = wide.to(torch.promote_types(wide.dtype, torch.float32))
+        exact = gate_up.to(torch.promote_types(gate_up.dtype, torch.float32))
         gate_TF, up_TF = exact[:, :size].clamp(max=_LIMIT), exact[:, size:].clamp(-_LIMIT, _LIMIT)
-        return (gate_TF * (_ALPHA * gate_TF).sigmoid_()).mul_(up_TF.add_(1.0)).to(wide.dtype)
+        return (gate_TF * (_ALPHA * gate_TF).sigmoid_()).mul_(up_TF.add_(1.0)).to(gate_up.dtype)
     match name:
         case "silu":
             inner_TF = F.silu(inner_TF)
@@ -54,7 +59,7 @@ def activation(wide: Tensor, size: int, name: str, gated: bool) -> Tensor:
         case _:
             inner_TF = F.relu(inner_TF).square_()
     if gated:
-        inner_TF.mul_(wide[:, size:])
+        inner_TF.mul_(gate_up[:, size:])
     return inner_TF
 
 

@@ -23,19 +23,24 @@ _library = Library("bateleur", "FRAGMENT")
 
 
 def operator(
-    home: str, fake: Callable[..., Any], *, mutates: Iterable[str] = (), direct: bool = False, native: str | None = None
+    module: str,
+    fake: Callable[..., Any],
+    *,
+    mutates: Iterable[str] = (),
+    direct: bool = False,
+    native: str | None = None,
 ) -> Callable[[F], F]:
     """Define an operator from its torch form. The operator has the signature and docstring of the torch form.
 
-    home: module of `kernels` with a function of the same name. fake: computes the shapes of results. mutates: names of
-    arguments that are written to. direct: call the form on a CPU without torch's dispatcher, which takes 1.4 us.
+    module: module of `kernels` with a function of the same name. fake: computes the shapes of results. mutates: names
+    of arguments that are written to. direct: call the form on a CPU without torch's dispatcher, which takes 1.4 us.
     native: module of `native` with a function of the same name, if there is a C kernel.
     """
 
     def declare(form: F) -> F:
         name, models = form.__name__, "bateleur.runner.models"
         in_c = None if native is None else f"{models}.native.{native}:{name}"
-        found = FORMS[name] = dispatch.Implementations(form, triton=f"{models}.kernels.{home}:{name}", native=in_c)
+        found = FORMS[name] = dispatch.Implementations(form, triton=f"{models}.kernels.{module}:{name}", native=in_c)
         dispatched = dispatch.define_op(_library, form, found, mutates=mutates, fake=fake)
 
         @wraps(form)

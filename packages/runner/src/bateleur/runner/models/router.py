@@ -89,12 +89,12 @@ def _best(scores_TE: Tensor, correction_E: Tensor | None, top_k: int, groups: Se
     return choice_TE.topk(top_k).indices
 
 
-def _fake_places(experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
+def _fake_sort(experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
     size = experts.numel()
     return experts.new_empty(size), experts.new_empty(size), experts.new_empty(num_experts, dtype=torch.int32)
 
 
-@operator("router", _fake_places, direct=True)
+@operator("router", _fake_sort, direct=True)
 def sort_places(experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
     """Sort (token, expert) pairs by expert, on the device, so that the host need not know the numbers per expert.
 
@@ -103,26 +103,26 @@ def sort_places(experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tens
     int32.
     """
     sorted_S, order_S = experts.flatten().sort(stable=True)
-    sorted_places_S = torch.arange(len(order_S), device=order_S.device)
-    place_S = torch.empty_like(order_S).index_copy_(0, order_S, sorted_places_S)
+    positions_S = torch.arange(len(order_S), device=order_S.device)
+    sorted_index_S = torch.empty_like(order_S).index_copy_(0, order_S, positions_S)
     every_E = torch.arange(num_experts, device=experts.device)
-    ends_E = torch.searchsorted(sorted_S, every_E, right=True, out_int32=True)
-    return order_S // experts.shape[1], place_S, ends_E
+    expert_ends_E = torch.searchsorted(sorted_S, every_E, right=True, out_int32=True)
+    return order_S // experts.shape[1], sorted_index_S, expert_ends_E
 
 
-def _fake_combined(y: Tensor, places: Tensor, weights: Tensor, *_: object) -> Tensor:
+def _fake_combined(y: Tensor, sorted_index: Tensor, weights: Tensor, *_: object) -> Tensor:
     return y.new_empty(weights.shape[0], y.shape[1])
 
 
 @operator("router", _fake_combined, direct=True)
-def combine(y: Tensor, places: Tensor, weights: Tensor, shared: Tensor | None, gate: Tensor | None) -> Tensor:
-    """Return `sum_k weights[t, k] * y[places[t * K + k]] (+ shared[t] (* sigmoid(gate[t])))` (T, L) in y's dtype.
+def combine(y: Tensor, sorted_index: Tensor, weights: Tensor, shared: Tensor | None, gate: Tensor | None) -> Tensor:
+    """Return `sum_k weights[t, k] * y[sorted_index[t * K + k]] (+ shared[t] (* sigmoid(gate[t])))` (T, L) in y's dtype.
 
     y (S, L): outputs of the sorted pairs of token and expert; places (S,) int64: sorted position of pair t * K + k;
     weights (T, K) float32; shared (T, L) and gate (T, 1) of y's dtype. The best expert is added first, so a token's sum
     does not depend on other tokens. The kernel rounds once.
     """
-    y_TKL = y.index_select(0, places).view(*weights.shape, y.shape[1])
+    y_TKL = y.index_select(0, sorted_index).view(*weights.shape, y.shape[1])
     out_TL = (y_TKL * weights.unsqueeze(-1)).sum(1).to(y.dtype)
     if shared is None:
         return out_TL

@@ -20,17 +20,17 @@ _TILE_LANES = 1024
 
 @triton.jit
 def activation_kernel(
-    wide_ptr, out_ptr, wide_token,
+    gate_up_ptr, out_ptr, gate_up_token,
     SIZE: tl.constexpr, GATED: tl.constexpr, NAME: tl.constexpr, BLOCK_F: tl.constexpr,
 ):  # fmt: skip
-    """Compute `act(wide)` of a token, or `act(gate) * up` if GATED, in float32, rounded once.
+    """Compute `act(gate_up)` of a token, or `act(gate) * up` if GATED, in float32, rounded once.
 
     Grid (tokens, tiles of elements). NAME: one of `Activation`. Occupancy on sm_90: at least 16 blocks per SM.
     """
     token = tl.program_id(0).to(tl.int64)
     f = tl.program_id(1) * BLOCK_F + tl.arange(0, BLOCK_F)
     real = f < SIZE
-    x_F = wide_ptr + token * wide_token + f
+    x_F = gate_up_ptr + token * gate_up_token + f
     x = tl.load(x_F, mask=real, other=0).to(tl.float32)
     if NAME == "silu":
         y = x / (1.0 + tl.exp(-x))
@@ -77,15 +77,15 @@ def tile_options(size: int) -> dict[str, Any]:
     return {"BLOCK_F": block, "num_warps": max(1, min(4, block // 256)), "enable_fp_fusion": True}
 
 
-def activation(wide: Tensor, size: int, name: str, gated: bool) -> Tensor:
-    """Return `act(wide)` or `act(gate) * up` (T, size) by a Triton kernel, see `models.mlp.activation`."""
-    require_adjacent(wide=wide)
-    num_tokens = wide.shape[0]
-    out = torch.empty(num_tokens, size, dtype=wide.dtype, device=wide.device)
+def activation(gate_up: Tensor, size: int, name: str, gated: bool) -> Tensor:
+    """Return `act(gate_up)` or `act(gate) * up` (T, size) by a Triton kernel, see `models.mlp.activation`."""
+    require_adjacent(gate_up=gate_up)
+    num_tokens = gate_up.shape[0]
+    out = torch.empty(num_tokens, size, dtype=gate_up.dtype, device=gate_up.device)
     if num_tokens:
         options = tile_options(size)
         activation_kernel[(num_tokens, cdiv(size, options["BLOCK_F"]))](
-            wide, out, wide.stride(0), SIZE=size, GATED=gated, NAME=name, **options
+            gate_up, out, gate_up.stride(0), SIZE=size, GATED=gated, NAME=name, **options
         )
     return out
 

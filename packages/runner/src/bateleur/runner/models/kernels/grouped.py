@@ -85,7 +85,7 @@ def tile_options(num_rows: int, num_groups: int, dtype: torch.dtype) -> dict[str
     }
 
 
-def grouped_products(x, weight, ends):
+def grouped_products(x, weight, group_ends):
     """Return each row of x times the transpose of its group's matrix, see `models.grouped.grouped_product`."""
     (num_rows, depth), (groups, columns) = x.shape, weight.shape[:2]
     y = x.new_empty(num_rows, columns)
@@ -94,7 +94,7 @@ def grouped_products(x, weight, ends):
     options = tile_options(num_rows, groups, x.dtype)
     tiles = num_rows // options["BLOCK_S"] + min(groups, num_rows)
     grouped_kernel[(cdiv(columns, options["BLOCK_N"]), tiles)](
-        x, weight, ends, y, num_rows, x.stride(0), *weight.stride()[:2],
+        x, weight, group_ends, y, num_rows, x.stride(0), *weight.stride()[:2],
         GROUPS=groups, COLUMNS=columns, DEPTH=depth, **options,
     )  # fmt: skip
     return y

@@ -23,7 +23,7 @@ _TILE_LANES = 1024
 
 @triton.jit
 def join_kernel(
-    made_ptr, shared_ptr, k_ptr, v_ptr, made_token, shared_token,
+    kv_up_ptr, shared_ptr, k_ptr, v_ptr, kv_up_token, shared_token,
     HEADS: tl.constexpr, KEY: tl.constexpr, SHARED: tl.constexpr, VALUE: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
@@ -34,13 +34,13 @@ def join_kernel(
     token, d = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK_D)[None, :]
     h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)[:, None]
     real_HD = (h < HEADS) & (d < HEAD_DIM)
-    made_HD = made_ptr + token * made_token + h * (KEY + VALUE) + d
-    own_HD = tl.load(made_HD, mask=real_HD & (d < KEY), other=0)
+    kv_up_HD = kv_up_ptr + token * kv_up_token + h * (KEY + VALUE) + d
+    own_HD = tl.load(kv_up_HD, mask=real_HD & (d < KEY), other=0)
     among = (d >= KEY) & (d < KEY + SHARED)
     shared_D = tl.load(shared_ptr + token * shared_token + d - KEY, mask=among, other=0)
     to_HD = (token * HEADS + h) * HEAD_DIM + d
     tl.store(k_ptr + to_HD, tl.where(among, shared_D, own_HD), mask=real_HD)
-    tl.store(v_ptr + to_HD, tl.load(made_HD + KEY, mask=real_HD & (d < VALUE), other=0), mask=real_HD)
+    tl.store(v_ptr + to_HD, tl.load(kv_up_HD + KEY, mask=real_HD & (d < VALUE), other=0), mask=real_HD)
 
 
 @cache
@@ -51,16 +51,16 @@ def tile_options(heads: int, head_dim: int) -> dict[str, Any]:
     return {"BLOCK_H": block_h, "BLOCK_D": block_d, "num_warps": 4, "enable_fp_fusion": True}
 
 
-def join_heads(made: Tensor, shared: Tensor, heads: int, key_dim: int, head_dim: int) -> tuple[Tensor, Tensor]:
+def join_heads(kv_up: Tensor, shared: Tensor, heads: int, key_dim: int, head_dim: int) -> tuple[Tensor, Tensor]:
     """Return keys and values (T, H, D) by a Triton kernel, see `bateleur.runner.models.latent_attention.join_heads`."""
-    require_adjacent(made=made, shared=shared)
-    num_tokens = made.shape[0]
-    k, v = (torch.empty(num_tokens, heads, head_dim, dtype=made.dtype, device=made.device) for _ in range(2))
+    require_adjacent(kv_up=kv_up, shared=shared)
+    num_tokens = kv_up.shape[0]
+    k, v = (torch.empty(num_tokens, heads, head_dim, dtype=kv_up.dtype, device=kv_up.device) for _ in range(2))
     if num_tokens:
         options = tile_options(heads, head_dim)
         join_kernel[(num_tokens, cdiv(heads, options["BLOCK_H"]))](
-            made, shared, k, v, made.stride(0), shared.stride(0),
-            HEADS=heads, KEY=key_dim, SHARED=shared.shape[1], VALUE=made.shape[1] // heads - key_dim,
+            kv_up, shared, k, v, kv_up.stride(0), shared.stride(0),
+            HEADS=heads, KEY=key_dim, SHARED=shared.shape[1], VALUE=kv_up.shape[1] // heads - key_dim,
             HEAD_DIM=head_dim, **options,
         )  # fmt: skip
     return k, v

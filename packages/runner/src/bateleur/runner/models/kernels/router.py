@@ -103,9 +103,9 @@ def route_kernel(
     tl.store(experts_ptr + at_K, expert_K.to(tl.int64), mask=k < TOP_K)
 
 
-@triton.jit(do_not_specialize=["num_places"])
+@triton.jit(do_not_specialize=["num_pairs"])
 def sort_kernel(
-    experts_ptr, token_ptr, place_ptr, ends_ptr, num_places,
+    experts_ptr, token_ptr, sorted_index_ptr, ends_ptr, num_pairs,
     TOP_K: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
     """Sort (token, expert) pairs by expert: write tokens and positions of one expert's pairs, and their end.
@@ -115,26 +115,26 @@ def sort_kernel(
     """
     own, s = tl.program_id(0), tl.arange(0, BLOCK_S)
     below_S, mine_S = tl.zeros([BLOCK_S], tl.int32), tl.zeros([BLOCK_S], tl.int32)
-    for first in range(0, num_places, BLOCK_S):
-        expert_S = tl.load(experts_ptr + first + s, mask=first + s < num_places, other=2**31)
+    for first in range(0, num_pairs, BLOCK_S):
+        expert_S = tl.load(experts_ptr + first + s, mask=first + s < num_pairs, other=2**31)
         below_S += (expert_S < own).to(tl.int32)
         mine_S += (expert_S == own).to(tl.int32)
     at, count = tl.sum(below_S, 0), tl.sum(mine_S, 0)
     tl.store(ends_ptr + own, at + count)
     if count == 0:
         return
-    for first in range(0, num_places, BLOCK_S):
-        expert_S = tl.load(experts_ptr + first + s, mask=first + s < num_places, other=2**31)
+    for first in range(0, num_pairs, BLOCK_S):
+        expert_S = tl.load(experts_ptr + first + s, mask=first + s < num_pairs, other=2**31)
         mine_S = (expert_S == own).to(tl.int32)
         to_S = at + tl.cumsum(mine_S, 0) - mine_S
         tl.store(token_ptr + to_S, ((first + s) // TOP_K).to(tl.int64), mask=mine_S > 0)
-        tl.store(place_ptr + first + s, to_S.to(tl.int64), mask=mine_S > 0)
+        tl.store(sorted_index_ptr + first + s, to_S.to(tl.int64), mask=mine_S > 0)
         at += tl.sum(mine_S, 0)
 
 
 @triton.jit
 def combine_kernel(
-    y_ptr, place_ptr, weights_ptr, shared_ptr, gate_ptr, out_ptr, y_place, shared_token, gate_token,
+    y_ptr, sorted_index_ptr, weights_ptr, shared_ptr, gate_ptr, out_ptr, y_row, shared_token, gate_token,
     TOP_K: tl.constexpr, SIZE: tl.constexpr, SHARED: tl.constexpr, GATED: tl.constexpr, BLOCK_L: tl.constexpr,
 ):  # fmt: skip
     """Compute a tile of a token's weighted sum over its experts, plus the shared expert (times sigmoid of a gate).
@@ -146,7 +146,7 @@ def combine_kernel(
     real = lane < SIZE
     sum_L = tl.zeros([BLOCK_L], tl.float32)
     for rank in tl.static_range(TOP_K):
-        y = tl.load(y_ptr + tl.load(place_ptr + token * TOP_K + rank) * y_place + lane, mask=real, other=0)
+        y = tl.load(y_ptr + tl.load(sorted_index_ptr + token * TOP_K + rank) * y_row + lane, mask=real, other=0)
         sum_L += tl.load(weights_ptr + token * TOP_K + rank) * y.to(tl.float32)
     if SHARED:
         shared_L = tl.load(shared_ptr + token * shared_token + lane, mask=real, other=0).to(tl.float32)
@@ -197,21 +197,23 @@ def route_tokens(
 def sort_places(experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
     """Sort (token, expert) pairs by expert in one Triton launch, see `models.router.sort_places`."""
     experts = experts.contiguous()
-    tokens, places = torch.empty(2, experts.numel(), dtype=torch.int64, device=experts.device).unbind()
+    tokens, sorted_index = torch.empty(2, experts.numel(), dtype=torch.int64, device=experts.device).unbind()
     ends = torch.empty(num_experts, dtype=torch.int32, device=experts.device)
-    sort_kernel[(num_experts,)](experts, tokens, places, ends, experts.numel(), TOP_K=experts.shape[1], **SORT_OPTIONS)
-    return tokens, places, ends
+    sort_kernel[(num_experts,)](
+        experts, tokens, sorted_index, ends, experts.numel(), TOP_K=experts.shape[1], **SORT_OPTIONS
+    )
+    return tokens, sorted_index, ends
 
 
-def combine(y: Tensor, places: Tensor, weights: Tensor, shared: Tensor | None, gate: Tensor | None) -> Tensor:
+def combine(y: Tensor, sorted_index: Tensor, weights: Tensor, shared: Tensor | None, gate: Tensor | None) -> Tensor:
     """Return the weighted sum of each token's experts by a Triton kernel, see `models.router.combine`."""
     added, factor = y if shared is None else shared, y if gate is None else gate
-    require_adjacent(y=y, shared=added, places=places, weights=weights)
+    require_adjacent(y=y, shared=added, sorted_index=sorted_index, weights=weights)
     (num_tokens, top_k), size = weights.shape, y.shape[1]
     out = torch.empty(num_tokens, size, dtype=y.dtype, device=y.device)
     if num_tokens:
         combine_kernel[(num_tokens, cdiv(size, _TILE_LANES))](
-            y, places, weights, added, factor, out, y.stride(0), added.stride(0), factor.stride(0),
+            y, sorted_index, weights, added, factor, out, y.stride(0), added.stride(0), factor.stride(0),
             TOP_K=top_k, SIZE=size, SHARED=shared is not None, GATED=gate is not None, **COMBINE_OPTIONS,
         )  # fmt: skip
     return out

@@ -48,18 +48,18 @@ def add_rms_norm(
     return y
 
 
-def activation(wide: Tensor, size: int, name: str, gated: bool) -> Tensor | Unsupported:
-    """Return `act(wide)` or `act(gate) * up` by a C kernel, as `models.mlp.activation`.
+def activation(gate_up: Tensor, size: int, name: str, gated: bool) -> Tensor | Unsupported:
+    """Return `act(gate_up)` or `act(gate) * up` by a C kernel, as `models.mlp.activation`.
 
     `Unsupported` unless wide is float32 or bfloat16 with dense rows.
     """
-    if not _takes(wide):
+    if not _takes(gate_up):
         return UNSUPPORTED
-    tokens = wide.shape[0]
-    y = wide.new_empty(tokens, size)
+    tokens = gate_up.shape[0]
+    y = gate_up.new_empty(tokens, size)
     _activate()(
-        wide.data_ptr(), wide.stride(0), y.data_ptr(), tokens, size, gated, _KINDS[name],
-        wide.dtype is torch.float32, torch.get_num_threads(),
+        gate_up.data_ptr(), gate_up.stride(0), y.data_ptr(), tokens, size, gated, _KINDS[name],
+        gate_up.dtype is torch.float32, torch.get_num_threads(),
     )  # fmt: skip
     return y
 
