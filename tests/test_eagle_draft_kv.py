@@ -296,9 +296,9 @@ def test_f3_a_hit_whose_next_token_differs(
 
     # Without the last block of 4 the hit is 8 tokens, up to the state before it.
     assert run(build()) == [0, 8, 16]
-    monkeypatch.setattr(PrefixKeys, "blocks_ahead", PrefixKeys.blocks)
+    monkeypatch.setattr(PrefixKeys, "blocks_with_lookahead", PrefixKeys.blocks)
     make = RowKeys.__init__
-    monkeypatch.setattr(RowKeys, "__init__", lambda *args, ahead: make(*args))
+    monkeypatch.setattr(RowKeys, "__init__", lambda *args, lookahead: make(*args))
     with pytest.raises(AssertionError, match="Tensor-likes are not close"):
         run(build())
 

@@ -169,9 +169,9 @@ def test_a_step_is_launched_before_the_one_before_it_is_waited_for(
     waits: list[tuple[int, int]] = []
     followed: set[int] = set()
 
-    def planned(scheduler: Scheduler, *, ahead: bool) -> Any:
-        plan = schedule(scheduler, ahead=ahead)
-        if ahead and plan is not None:
+    def planned(scheduler: Scheduler, *, in_flight: bool) -> Any:
+        plan = schedule(scheduler, in_flight=in_flight)
+        if in_flight and plan is not None:
             followed.add(len(launched) - 1)
         return plan
 

@@ -43,7 +43,7 @@ def test_another_engine_goes_on_with_the_same_tokens(engine: Callable[..., LLM],
     assert theirs.import_prefix(tmp_path / "it") == num_tokens
     assert say(theirs, TOKENS) == (said, num_tokens)
     behind = [*TOKENS[:num_tokens], 5, 6, 7]
-    found = num_tokens if not ours.engine.scheduler.prefixes.ahead else num_tokens - 8  # type: ignore[union-attr]
+    found = num_tokens if not ours.engine.scheduler.prefixes.num_lookahead_tokens else num_tokens - 8  # type: ignore[union-attr]
     if kind not in ("align", "head", "head-slots", "mtp"):
         assert say(theirs, behind) == (say(ours, behind)[0], found)
     assert theirs.import_prefix(tmp_path / "it") == num_tokens, "what is here stays"

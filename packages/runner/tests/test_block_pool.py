@@ -94,11 +94,11 @@ def test_f3_a_key_ahead_covers_the_next_token() -> None:
     other[16] += 1
     ours, theirs = PrefixKeys(8), PrefixKeys(8)
     assert ours.of(tokens, 16) == theirs.of(other, 16)
-    mine, others = ours.blocks_ahead(tokens, 0, 2), theirs.blocks_ahead(other, 0, 2)
+    mine, others = ours.blocks_with_lookahead(tokens, 0, 2), theirs.blocks_with_lookahead(other, 0, 2)
     assert mine[0] == others[0]
     assert mine[1] != others[1]
     assert mine[1] != ours.of(tokens, 16)
-    assert ours.blocks_ahead(tokens, 1, 2) == mine[1:]
+    assert ours.blocks_with_lookahead(tokens, 1, 2) == mine[1:]
     assert ours.blocks(tokens, 1, 3) == [ours.of(tokens, 16), ours.of(tokens, 24)]
 
 

@@ -102,7 +102,7 @@ def test_any_missing_or_surplus_byte_is_seen(path: Path) -> None:
         ({"fields": {"weights": "abd", "device": "cpu"}}, "its weights is 'abc', and this engine's is 'abd'"),
         ({"fields": {"weights": "abc", "device": "cpu", "rank": "0 of 2"}}, "its rank is None"),
         ({"fields": {"weights": "abc"}}, "not laid out"),
-        ({"ahead": 0}, "not laid out"),
+        ({"num_lookahead_tokens": 0}, "not laid out"),
         ({"block_parts": BLOCKS.parts[:1]}, "not laid out"),
         ({"page_parts": paged(conv=(torch.float16, (3, 1)), state=(torch.float32, (2, 2))).parts}, "not laid out"),
         ({"block_size": 4}, "not laid out"),
@@ -174,7 +174,7 @@ def test_links_pipes_and_folders_are_not_read(path: Path) -> None:
     for each in (link, pipe, path.parent):
         assert refused(each).reason == "unreadable"
     assert refused(path.parent / "none").reason == "gone"
-    assert read_prefix(link, LAYOUT, follow=True).key == b"k" * 16
+    assert read_prefix(link, LAYOUT, follow_symlinks=True).key == b"k" * 16
 
 
 def test_what_cannot_be_written_leaves_nothing(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,14 +18,17 @@ ROWS = 5
 @settings(max_examples=40, deadline=None)
 @given(st.data(), st.sampled_from([1, 3, 28, 29, 60, 61]), st.booleans(), st.booleans())
 def test_rows_fill_blocks_under_the_names_that_each_request_gives_them(
-    data: st.DataObject, size: int, ahead: bool, stored: bool
+    data: st.DataObject, size: int, lookahead: bool, stored: bool
 ) -> None:
     """Rows change hands, wait, and fill many blocks in a step, as prompts do."""
     rng = np.random.default_rng(data.draw(st.integers(0, 99)))
     length = 30 * size + 1
     ids = rng.integers(-(1 << 31), 1 << 31, (ROWS, length), dtype=np.int32)
     table = rng.integers(1, 999, (ROWS, 30), dtype=np.int32) if stored else None
-    keys, of = (RowKeys(ids, table, size, ahead=ahead), PrefixKeys.blocks_ahead if ahead else PrefixKeys.blocks)
+    keys, of = (
+        RowKeys(ids, table, size, lookahead=lookahead),
+        PrefixKeys.blocks_with_lookahead if lookahead else PrefixKeys.blocks,
+    )
     settled = np.zeros(ROWS, np.int32)
     for _ in range(data.draw(st.integers(1, 6))):
         for row in data.draw(st.sets(st.integers(0, ROWS - 1))):
@@ -54,10 +57,10 @@ def test_rows_fill_blocks_under_the_names_that_each_request_gives_them(
                 assert keys.of(i, (block + 1) * size) == chain.of(ids[row], (block + 1) * size)
 
 
-@pytest.mark.parametrize("ahead", [False, True])
-def test_a_row_that_is_no_longer_than_its_tokens_is_named_and_a_longer_one_is_no_row(ahead: bool) -> None:
-    ids = np.arange(8 + ahead, dtype=np.int32)[None]
-    keys = RowKeys(ids, None, 4, ahead=ahead)
+@pytest.mark.parametrize("lookahead", [False, True])
+def test_a_row_that_is_no_longer_than_its_tokens_is_named_and_a_longer_one_is_no_row(lookahead: bool) -> None:
+    ids = np.arange(8 + lookahead, dtype=np.int32)[None]
+    keys = RowKeys(ids, None, 4, lookahead=lookahead)
     with pytest.raises(AssertionError, match="row 0 has tokens that are not in the table"):
         keys.advance(np.zeros(1, np.int64), np.array([12], np.int32))
     blocks, names = keys.advance(np.zeros(1, np.int64), np.array([8], np.int32))

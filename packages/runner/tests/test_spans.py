@@ -18,7 +18,9 @@ IDS = np.arange(LENGTH + 1, dtype=np.int32)
 def chain(*, blocks: bool, pages: bool, granularity: int, monkeypatch: Any) -> PrefixSpans:
     """Blocks of 2 tokens, segments of 3 blocks."""
     monkeypatch.setattr("bateleur.runner.offload.spans.SEGMENT_BLOCKS", SEGMENT)
-    prefixes = SimpleNamespace(ahead=0, block_size=SIZE, granularity=granularity, block_keys=PrefixKeys.blocks)
+    prefixes = SimpleNamespace(
+        num_lookahead_tokens=0, block_size=SIZE, granularity=granularity, block_keys=PrefixKeys.blocks
+    )
     cache: Any = SimpleNamespace(prefixes=prefixes, blocks=blocks or None, pages=pages or None)
     return PrefixSpans(cache, PrefixKeys(SIZE), IDS, LENGTH)
 

@@ -80,7 +80,7 @@ class PrefillEagleCudaGraphManager(CudaGraphManager[DraftState, Tensor]):
         checks: ReplayChecks = ReplayChecks.CHEAP,
     ) -> None:
         wanted = tuple(states if keys is None else dict.fromkeys(keys))
-        self.lender: CapturedStateProducer[Any] = CapturedStateProducer(states, wanted)
+        self.target_states: CapturedStateProducer[Any] = CapturedStateProducer(states, wanted)
         # The plan has exactly these keys and makes no decision: a first pass runs on the target's key.
         plan = CudagraphDispatcher(CudaGraphMode.FULL, tuple(sorted(wanted, reverse=True)), MappingProxyType({}))
         super().__init__(plan, backend, checks=checks)
@@ -88,7 +88,7 @@ class PrefillEagleCudaGraphManager(CudaGraphManager[DraftState, Tensor]):
     @property
     def generation(self) -> int:
         """How often the target's buffers have been staged."""
-        return self.lender.generation
+        return self.target_states.generation
 
 
 class DraftStateProducer:
@@ -97,30 +97,30 @@ class DraftStateProducer:
     adopt: function from a captured state of the target to a `DraftState`. own: stages the drafter's own buffers.
     """
 
-    def __init__(self, lender: CapturedStateProducer[Any], adopt: Adopt, own: ChainSteps) -> None:
-        self._lender, self._adopt, self._own = lender, adopt, own
+    def __init__(self, target_states: CapturedStateProducer[Any], adopt: Adopt, own: ChainSteps) -> None:
+        self._target_states, self._adopt, self._own = target_states, adopt, own
 
     @property
     def generation(self) -> int:
         """How often the target's buffers have been staged."""
-        return self._lender.generation
+        return self._target_states.generation
 
     def stage(self, key: BatchExecutionDescriptor, phase: Phase) -> StagedBatch[DraftState]:
         """Borrow the target's state of `key`, and stage the drafter's own buffers for it."""
-        return self._adopt(self._lender.stage(key, phase).state, phase, None).staged(key)
+        return self._adopt(self._target_states.stage(key, phase).state, phase, None).staged(key)
 
     def fuzz(self, key: BatchExecutionDescriptor, seed: int) -> StagedBatch[DraftState]:
         """Stage a random step of the target, which must be `Fuzzable`, and random contents of the drafter's buffers."""
-        return self._adopt(self._lender.fuzz(key, seed).state, Phase.RUN, seed).staged(key)
+        return self._adopt(self._target_states.fuzz(key, seed).state, Phase.RUN, seed).staged(key)
 
     def poison(self) -> None:
         """Fill the buffers of the target and of the drafter with invalid values, for tests of stale reads."""
-        self._lender.poison()
+        self._target_states.poison()
         self._own.poison()
 
     def addresses(self) -> Mapping[str, int]:
         """Return addresses by name of the buffers of the target and of the drafter."""
-        book = {f"target.{name}": address for name, address in self._lender.addresses().items()}
+        book = {f"target.{name}": address for name, address in self._target_states.addresses().items()}
         return book | {f"draft.{name}": address for name, address in self._own.addresses().items()}
 
 

@@ -235,8 +235,8 @@ class EagleSpeculator:
             self.prefill = PrefillEagleCudaGraphManager(
                 attn_states, self._graphs.backend, keys=keys, checks=self._graphs.checks
             )
-            lent = DraftStateProducer(self.prefill.lender, self._adopt, self.steps)
-            self.prefill.capture(lent, self._passes.first, keep_going=keep_going)
+            producer = DraftStateProducer(self.prefill.target_states, self._adopt, self.steps)
+            self.prefill.capture(producer, self._passes.first, keep_going=keep_going)
         self.decode.capture(self.steps, self._passes.chain, keep_going=keep_going)
 
     def _plan_decode(self, graphs: DraftGraphs) -> None:

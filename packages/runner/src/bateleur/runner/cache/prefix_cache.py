@@ -50,8 +50,8 @@ class OffloadTiers(Protocol):
     def forget(self, blocks: list[bytes], pages: list[bytes]) -> None:
         """Remove KV blocks and state pages with these keys from the tiers."""
 
-    def fetch(self, request: Request, keys: PrefixKeys, ids: NDArray[np.int32], most: int) -> bool:
-        """Start to load the uncached part of the prefix of `ids`, at most `most` tokens, from disk.
+    def fetch(self, request: Request, keys: PrefixKeys, ids: NDArray[np.int32], max_tokens: int) -> bool:
+        """Start to load the uncached part of the prefix of `ids`, at most `max_tokens` tokens, from disk.
 
         Returns whether the request must wait until `arrived` returns it.
         """
@@ -92,14 +92,14 @@ class PrefixCache:
         self._table = table
         self._blocks = blocks
         self._states = states
-        self.ahead = int(lookahead)
+        self.num_lookahead_tokens = int(lookahead)
         """Tokens after a prefix that its last block depends on."""
-        self._compute_keys = PrefixKeys.blocks_ahead if lookahead else PrefixKeys.blocks
+        self._compute_keys = PrefixKeys.blocks_with_lookahead if lookahead else PrefixKeys.blocks
         self.block_size = block_size
         self.offload_tiers: OffloadTiers | None = None
         """Offload tiers, if there are any."""
         self._row_keys = RowKeys(
-            table.token_ids, None if blocks is None else table.block_table, block_size, ahead=lookahead
+            table.token_ids, None if blocks is None else table.block_table, block_size, lookahead=lookahead
         )
         self.granularity = block_size if states is None else states.block_size
         """Hits are multiples of this many tokens."""
@@ -118,16 +118,16 @@ class PrefixCache:
         if request.lacks_prompt_logprobs:
             return Hit(0, [], 0, "prompt_logprobs compute every token of the prompt")
         ids = self._table.token_ids[request.row, : self._table.prefill_len[request.row]].copy()
-        keys, most = self._keys(request), len(ids) - 1
-        hit = self.find(keys, ids, most)
+        keys, max_tokens = self._keys(request), len(ids) - 1
+        hit = self.find(keys, ids, max_tokens)
         if (
             self.offload_tiers is not None
-            and (longest := self._longest_prefix(keys, ids, most, self.offload_tiers)) > hit.num_tokens
+            and (longest := self._longest_prefix(keys, ids, max_tokens, self.offload_tiers)) > hit.num_tokens
         ):
             blocks = [] if self._blocks is None else self.block_keys(keys, ids, 0, longest // self.block_size)
             page = None if self._states is None else keys.of(ids, longest)
             self.offload_tiers.load(blocks, page, longest - hit.num_tokens)
-            hit = self.find(keys, ids, most)
+            hit = self.find(keys, ids, max_tokens)
         return hit
 
     def fetch(self, request: Request) -> bool:
@@ -145,11 +145,15 @@ class PrefixCache:
         known, settled = int(self._table.num_known[request.row]), int(self._table.num_committed[request.row])
         ids = self._table.token_ids[request.row, :known].copy()
         prompt_len = int(self._table.prompt_len[request.row])
-        self.offload_tiers.save(self._keys(request), ids, min(settled, known - self.ahead), prompt_len)
+        self.offload_tiers.save(self._keys(request), ids, min(settled, known - self.num_lookahead_tokens), prompt_len)
 
-    def _longest_prefix(self, keys: PrefixKeys, ids: NDArray[np.int32], most: int, offload_tiers: OffloadTiers) -> int:
-        """Return the length of the longest prefix of `ids` on the device or in the offload tiers, at most `most`."""
-        longest = most // self.granularity * self.granularity
+    def _longest_prefix(
+        self, keys: PrefixKeys, ids: NDArray[np.int32], max_tokens: int, offload_tiers: OffloadTiers
+    ) -> int:
+        """Return the length of the longest prefix of `ids` on the device or in the offload tiers, at most
+        `max_tokens`.
+        """
+        longest = max_tokens // self.granularity * self.granularity
         if self._blocks is not None and longest:
             block_keys = self.block_keys(keys, ids, 0, longest // self.block_size)
             count = len(self._blocks.find_all(block_keys))
@@ -164,12 +168,12 @@ class PrefixCache:
                 longest -= self.granularity
         return longest
 
-    def find(self, keys: PrefixKeys, ids: NDArray[np.int32], most: int) -> Hit:
-        """Return the longest cached prefix of `ids` of at most `most` tokens. Adds no references.
+    def find(self, keys: PrefixKeys, ids: NDArray[np.int32], max_tokens: int) -> Hit:
+        """Return the longest cached prefix of `ids` of at most `max_tokens` tokens. Adds no references.
 
         keys: computes the cache keys of the request.
         """
-        longest = most // self.granularity * self.granularity
+        longest = max_tokens // self.granularity * self.granularity
         if not longest:
             return Hit(0, [], 0, f"{len(ids)} tokens; a hit needs at least {self.granularity + 1}")
         blocks: list[int] = []
@@ -221,7 +225,7 @@ class PrefixCache:
         if self._blocks is not None:
             for block in self._table.block_table[row, : self._table.num_blocks[row]].tolist():
                 self._blocks.forget(block)
-            known = min(settled, int(self._table.num_known[row]) - self.ahead)
+            known = min(settled, int(self._table.num_known[row]) - self.num_lookahead_tokens)
             blocks = self.block_keys(keys, ids, 0, max(known, 0) // self.block_size)
         if self._states is not None:
             size, pool = self._states.block_size, self._states.pool

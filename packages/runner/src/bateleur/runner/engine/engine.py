@@ -218,7 +218,7 @@ class Engine:
             runner.draft_planner.plan()
         if runner.grammars.has_drafts and not self.setup.async_scheduling:
             runner.grammars.cut_drafts()
-        batch = scheduler.schedule(ahead=in_flight)
+        batch = scheduler.schedule(in_flight=in_flight)
         if batch is None and not runner.idle(self.stats) and scheduler.fetching and not in_flight:
             self.offload.wait()
         self.stats.num_preemptions = scheduler.num_preemptions

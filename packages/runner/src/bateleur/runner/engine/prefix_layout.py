@@ -26,39 +26,39 @@ class PrefixLayout:
         self._draft = WeightFiles.of(head.report.path) if isinstance(head, DraftHead) else None
         self._layout: RowLayout | None = None
 
-    def get(self, known: Path | None = None) -> RowLayout:
-        """Return the layout. known: folder that caches digests of weights."""
+    def get(self, digest_folder: Path | None = None) -> RowLayout:
+        """Return the layout. digest_folder: folder that caches digests of weights."""
         if self._layout is None:
             prefixes, blocks, pages = self._cache.prefixes, self._cache.blocks, self._cache.pages
             weights = {
-                "weights": self._digest(self._model, known),
-                "draft": "none" if self._draft is None else self._digest(self._draft, known),
+                "weights": self._digest(self._model, digest_folder),
+                "draft": "none" if self._draft is None else self._digest(self._draft, digest_folder),
             }
             self._layout = RowLayout(
                 weights | _fields(self._setup),
                 prefixes.block_size,
                 prefixes.granularity,
-                prefixes.ahead,
+                prefixes.num_lookahead_tokens,
                 () if blocks is None else blocks.rows.parts,
                 () if pages is None else pages.rows.parts,
             )
         return self._layout
 
-    def _digest(self, files: WeightFiles, known: Path | None) -> str:
+    def _digest(self, files: WeightFiles, digest_folder: Path | None) -> str:
         """Return the digest of weight files. Only the first rank of each machine reads the files."""
         ranks = self._setup.model.ranks
         first = not ranks.local[0]
-        digest = run_on_all_ranks(ranks, lambda: files.digest(_memory(known, files)) if first else "0" * 32)
+        digest = run_on_all_ranks(ranks, lambda: files.digest(_memory(digest_folder, files)) if first else "0" * 32)
         words = ranks.gather_ints([int(digest[i : i + 8], 16) for i in range(0, 32, 8)])
         return "".join(f"{word:08x}" for word in words[ranks.rank - ranks.local[0]])
 
 
-def _memory(known: Path | None, files: WeightFiles) -> Path | None:
-    """Return the file that caches the digest of a folder of weights; None without a folder `known`."""
-    if known is None:
+def _memory(digest_folder: Path | None, files: WeightFiles) -> Path | None:
+    """Return the file that caches the digest of a folder of weights; None without a folder `digest_folder`."""
+    if digest_folder is None:
         return None
     name = blake2b(str(files.folder.absolute()).encode(), digest_size=8).hexdigest()
-    return known / f"weights-{name}.json"
+    return digest_folder / f"weights-{name}.json"
 
 
 def _fields(setup: EngineSetup) -> dict[str, str]:

@@ -62,10 +62,10 @@ class Copies:
             size = self.staging_bytes
             self._buffers = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(2)]
 
-    def to_host(self, rows: PagedRows, numbers: Sequence[int], memory: Tensor, at: Sequence[int]) -> None:
-        """Copy the cache rows `numbers` to rows `at` of host memory (m, num_bytes) uint8."""
-        for part in self._parts(rows, at):
-            runs = list(_runs([at[i] for i in part]))
+    def to_host(self, rows: PagedRows, numbers: Sequence[int], memory: Tensor, host_rows: Sequence[int]) -> None:
+        """Copy the cache rows `numbers` to rows `host_rows` of host memory (m, num_bytes) uint8."""
+        for part in self._parts(rows, host_rows):
+            runs = list(_runs([host_rows[i] for i in part]))
             buffer = rows.gather([numbers[i] for i in part], out=self._next_buffer(len(part), rows.num_bytes))
 
             def send(buffer: Tensor = buffer, runs: list[tuple[int, int, int]] = runs) -> None:
@@ -77,15 +77,15 @@ class Copies:
             else:
                 self._sent[self._current] = self._stream.run(send)
 
-    def to_device(self, memory: Tensor, at: Sequence[int], rows: PagedRows, numbers: Sequence[int]) -> None:
-        """Copy rows `at` of host memory to the cache rows `numbers`."""
+    def to_device(self, memory: Tensor, host_rows: Sequence[int], rows: PagedRows, numbers: Sequence[int]) -> None:
+        """Copy rows `host_rows` of host memory to the cache rows `numbers`."""
         if self._stream is not None:
             self._stream.wait()  # copies of these rows to the host may not be done
-        for part in self._parts(rows, at):
+        for part in self._parts(rows, host_rows):
             buffer = self._next_buffer(len(part), rows.num_bytes)
             if buffer is None:
                 buffer = torch.empty((len(part), rows.num_bytes), dtype=torch.uint8)
-            for first, start, end in _runs([at[i] for i in part]):
+            for first, start, end in _runs([host_rows[i] for i in part]):
                 buffer[start:end].copy_(memory[first : first + end - start], non_blocking=True)
             rows.scatter([numbers[i] for i in part], buffer)
 
@@ -102,9 +102,11 @@ class Copies:
             self._stream.wait(sent)
         return self._buffers[self._current][: count * num_bytes].view(count, num_bytes)
 
-    def _parts(self, rows: PagedRows, at: Sequence[int]) -> Iterator[list[int]]:
-        """Yield groups of indices into `at`, in the order of host memory, each as large as a staging buffer holds."""
-        order, most = sorted(range(len(at)), key=at.__getitem__), self.staging_bytes // rows.num_bytes
+    def _parts(self, rows: PagedRows, host_rows: Sequence[int]) -> Iterator[list[int]]:
+        """Yield groups of indices into `host_rows`, in the order of host memory, each as large as a staging buffer
+        holds.
+        """
+        order, most = sorted(range(len(host_rows)), key=host_rows.__getitem__), self.staging_bytes // rows.num_bytes
         return (order[i : i + most] for i in range(0, len(order), most))
 
 

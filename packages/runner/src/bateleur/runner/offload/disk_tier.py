@@ -187,14 +187,15 @@ class DiskTier:
 
     # --- reading ------------------------------------------------------------------------------------------
 
-    def fetch(self, request: Request, keys: PrefixKeys, ids: NDArray[np.int32], most: int) -> bool:
-        """Start to read files with the first `most` tokens of a request, which then waits until `arrived` returns it.
+    def fetch(self, request: Request, keys: PrefixKeys, ids: NDArray[np.int32], max_tokens: int) -> bool:
+        """Start to read files with the first `max_tokens` tokens of a request, which then waits until `arrived` returns
+        it.
 
         Returns whether there are any files.
         """
         if self._ranks.alone and not self._names:
             return False
-        chain = PrefixSpans(self._cache, keys, ids, most)
+        chain = PrefixSpans(self._cache, keys, ids, max_tokens)
         known = self._on_all_ranks([] if self._ranks.alone else chain.files())
         spans = missing_spans(chain, self._has_block, self._has_page, known.__contains__)
         transfers: list[_Transfer] = []

@@ -63,12 +63,12 @@ def write_prefix(path: Path, layout: RowLayout, prefix: Prefix) -> int:
     return write_whole(path, encode_prefix(layout, prefix))
 
 
-def read_prefix(path: Path, layout: RowLayout, *, follow: bool = False) -> Prefix:
+def read_prefix(path: Path, layout: RowLayout, *, follow_symlinks: bool = False) -> Prefix:
     """Read a file that `write_prefix` wrote for this layout.
 
-    follow: whether to accept a symbolic link. Raises PrefixRefused with the reason for any other file.
+    follow_symlinks: whether to accept a symbolic link. Raises PrefixRefused with the reason for any other file.
     """
-    with opened_file(path, follow=follow) as opened:
+    with opened_file(path, follow_symlinks=follow_symlinks) as opened:
         return _read(opened, layout)
 
 
@@ -88,10 +88,12 @@ def _read(opened: OpenFile, layout: RowLayout) -> Prefix:
         raise PrefixRefused("foreign", f"{path}: its header does not say which tokens it is of") from error
     count = (end - start) // layout.block_size if layout.block_parts else 0
     has_page = stored.get("state") == "1" and bool(layout.page_parts)
-    expected: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {_TOKENS: (torch.int32, (end - start + layout.ahead,))}
+    expected: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {
+        _TOKENS: (torch.int32, (end - start + layout.num_lookahead_tokens,))
+    }
     expected |= {each.name: (each.dtype, (count, *each.shape)) for each in layout.block_parts if count}
     expected |= {each.name: (each.dtype, each.shape) for each in layout.page_parts if has_page}
-    size = 4 * (end - start + layout.ahead) + count * layout.block_bytes + has_page * layout.page_bytes
+    size = 4 * (end - start + layout.num_lookahead_tokens) + count * layout.block_bytes + has_page * layout.page_bytes
     if opened.size != 8 + length + size:
         raise PrefixRefused("truncated", f"{path}: has {opened.size} bytes, not as many as its header says")
     try:
@@ -145,7 +147,7 @@ def _compare(path: Path, stored: dict[str, str], layout: RowLayout) -> None:
 
 def _metadata(layout: RowLayout, prefix: Prefix, tensors: Mapping[str, Tensor]) -> dict[str, str]:
     """Return the metadata of a file, with a checksum of all other metadata and of the tensors."""
-    end = prefix.start + len(prefix.token_ids) - layout.ahead
+    end = prefix.start + len(prefix.token_ids) - layout.num_lookahead_tokens
     metadata = {"format": FORMAT, "version": VERSION, "layout": layout.digest}
     metadata |= {f"layout.{name}": value for name, value in layout.fields.items()}
     metadata |= {"key": prefix.key.hex(), "start": str(prefix.start), "end": str(end)}

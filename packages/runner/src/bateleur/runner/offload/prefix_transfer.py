@@ -60,7 +60,7 @@ class PrefixTransfer:
     def _export(self, ids: NDArray[np.int32], path: Path, layout: RowLayout) -> int:
         cache = self._cache
         prefixes, keys = cache.prefixes, PrefixKeys(cache.prefixes.block_size)
-        hit = prefixes.find(keys, ids, len(ids) - prefixes.ahead)
+        hit = prefixes.find(keys, ids, len(ids) - prefixes.num_lookahead_tokens)
         if not hit.num_tokens:
             raise ValueError(f"token_ids: {hit.why}")
         blocks, page = np.empty((0, layout.block_bytes), np.uint8), None
@@ -68,7 +68,7 @@ class PrefixTransfer:
             blocks = cache.blocks.rows.gather(hit.blocks).cpu().numpy()
         if cache.pages is not None:
             page = cache.pages.rows.gather([hit.page]).cpu().numpy()[0]
-        known = ids[: hit.num_tokens + prefixes.ahead]
+        known = ids[: hit.num_tokens + prefixes.num_lookahead_tokens]
         if not self._ranks.alone:
             path.mkdir(0o700, exist_ok=True)
             path /= _PART.format(rank=self._ranks.rank, size=self._ranks.size)
@@ -86,8 +86,8 @@ class PrefixTransfer:
 
     def _read(self, path: Path, layout: RowLayout) -> Prefix:
         cache = self._cache
-        prefix = read_prefix(self._part(path), layout, follow=True)
-        num_tokens, keys = len(prefix.token_ids) - layout.ahead, PrefixKeys(cache.prefixes.block_size)
+        prefix = read_prefix(self._part(path), layout, follow_symlinks=True)
+        num_tokens, keys = len(prefix.token_ids) - layout.num_lookahead_tokens, PrefixKeys(cache.prefixes.block_size)
         if num_tokens % layout.granularity:
             raise PrefixRefused("foreign", f"{path}: ends where no request can continue")
         if prefix.start or prefix.key != keys.of(prefix.token_ids, num_tokens):
@@ -99,7 +99,7 @@ class PrefixTransfer:
     @torch.inference_mode()
     def _add(self, prefix: Prefix, path: Path, layout: RowLayout) -> int:
         cache, fits = self._cache, True
-        num_tokens, keys = len(prefix.token_ids) - layout.ahead, PrefixKeys(cache.prefixes.block_size)
+        num_tokens, keys = len(prefix.token_ids) - layout.num_lookahead_tokens, PrefixKeys(cache.prefixes.block_size)
         if cache.pages is not None and prefix.page is not None:
             fits = cache.pages.add([prefix.key], prefix.page[None])
         if cache.blocks is not None:

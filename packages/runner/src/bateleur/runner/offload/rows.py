@@ -91,7 +91,7 @@ class RowLayout:
     """Tokens of a block; without attention, distance of two states in tokens."""
     granularity: int
     """Tokens between two possible ends of a prefix."""
-    ahead: int
+    num_lookahead_tokens: int
     """Tokens after a prefix that its last block depends on: 1 if a draft head stores keys, else 0."""
     block_parts: tuple[RowPart, ...]
     """Parts of a KV block; empty without attention."""
@@ -112,7 +112,7 @@ class RowLayout:
     def digest(self) -> str:
         """Hash of the whole layout, 32 hexadecimal digits."""
         parts = [[each.name, str(each.dtype), each.shape] for each in (*self.block_parts, *self.page_parts)]
-        sizes = [self.block_size, self.granularity, self.ahead]
+        sizes = [self.block_size, self.granularity, self.num_lookahead_tokens]
         text = json.dumps([dict(sorted(self.fields.items())), sizes, parts])
         return blake2b(text.encode(), digest_size=16).hexdigest()
 

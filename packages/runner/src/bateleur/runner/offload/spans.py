@@ -46,16 +46,16 @@ class PrefixSpans:
 
     cache: the device's prefix cache.
     keys: prefix keys of `ids`.
-    most: maximum tokens of the prefix. If blocks depend on the token after them, `ids` must have that token.
+    max_tokens: maximum tokens of the prefix. If blocks depend on the token after them, `ids` must have that token.
     """
 
-    def __init__(self, cache: DeviceCache, keys: PrefixKeys, ids: NDArray[np.int32], most: int) -> None:
+    def __init__(self, cache: DeviceCache, keys: PrefixKeys, ids: NDArray[np.int32], max_tokens: int) -> None:
         prefixes = cache.prefixes
         self._has_blocks, self._has_pages = cache.blocks is not None, cache.pages is not None
-        self._keys, self._ids, self._ahead = keys, ids, prefixes.ahead
+        self._keys, self._ids, self._num_lookahead_tokens = keys, ids, prefixes.num_lookahead_tokens
         self.block_size, self.granularity = prefixes.block_size, prefixes.granularity
         self.segment = SEGMENT_BLOCKS * self.block_size
-        self.length = max(most, 0) // self.block_size * self.block_size
+        self.length = max(max_tokens, 0) // self.block_size * self.block_size
         """Tokens of full blocks."""
         self.blocks: list[bytes] = []
         """Prefix-cache keys of the blocks; empty without attention."""
@@ -105,7 +105,7 @@ class PrefixSpans:
         page = self.page(end) if kind == "end" else None
         blocks = self.blocks[start // self.block_size : end // self.block_size]
         key = self.blocks[end // self.block_size - 1] if self._has_blocks else self._keys.of(self._ids, end)
-        ids = self._ids[start : end + self._ahead]
+        ids = self._ids[start : end + self._num_lookahead_tokens]
         return FileSpan(start, end, f"{key.hex()}.{kind}.safetensors", key, ids, tuple(blocks), page)
 
 

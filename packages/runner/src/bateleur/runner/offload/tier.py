@@ -65,9 +65,9 @@ class HostTier:
         if self.disk is not None:
             self.disk.forget(blocks, pages)
 
-    def fetch(self, request: Request, keys: PrefixKeys, ids: NDArray[np.int32], most: int) -> bool:
-        """Start to read files with the first `most` tokens of a request, and return whether there are any."""
-        return self.disk is not None and self.disk.fetch(request, keys, ids, most)
+    def fetch(self, request: Request, keys: PrefixKeys, ids: NDArray[np.int32], max_tokens: int) -> bool:
+        """Start to read files with the first `max_tokens` tokens of a request, and return whether there are any."""
+        return self.disk is not None and self.disk.fetch(request, keys, ids, max_tokens)
 
     def arrived(self) -> list[Request]:
         """Return the requests whose files were read, or could not be read, since the last call."""

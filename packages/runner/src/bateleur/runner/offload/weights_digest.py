@@ -34,18 +34,18 @@ class WeightFiles:
         """Record the status of the files. Call it right after they were read."""
         return cls(folder, _stats(folder))
 
-    def digest(self, known: Path | None = None) -> str:
+    def digest(self, cache_path: Path | None = None) -> str:
         """Return the digest, 32 hexadecimal digits. Reads all files, up to 8 at once, each at about 1 GB/s.
 
-        known: a file that caches the digest for files with unchanged status.
+        cache_path: a file that caches the digest for files with unchanged status.
         Raises ValueError if the files have changed since they were loaded.
         """
-        if known is not None and (cached := _cached_digest(known, self.stats)):
+        if cache_path is not None and (cached := _cached_digest(cache_path, self.stats)):
             return cached
         digest = self._digest()
-        if known is not None:
+        if cache_path is not None:
             with suppress(OSError):  # the next start then reads all files again
-                write_whole(known, json.dumps([digest, self.stats]).encode())
+                write_whole(cache_path, json.dumps([digest, self.stats]).encode())
         return digest
 
     def _digest(self) -> str:
@@ -64,9 +64,9 @@ class WeightFiles:
         return whole.hexdigest()
 
 
-def _cached_digest(known: Path, stats: tuple[tuple[str, Stat], ...]) -> str | None:
+def _cached_digest(cache_path: Path, stats: tuple[tuple[str, Stat], ...]) -> str | None:
     try:
-        with opened_file(known, follow=False) as opened:
+        with opened_file(cache_path, follow_symlinks=False) as opened:
             digest, cached = json.loads(opened.read(min(opened.size, _MAX_CACHED)))
     except (PrefixRefused, ValueError, TypeError, RecursionError):
         return None

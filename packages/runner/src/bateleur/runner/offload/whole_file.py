@@ -52,14 +52,14 @@ class OpenFile:
 
 
 @contextmanager
-def opened_file(path: Path, *, follow: bool) -> Iterator[OpenFile]:
-    """Open a regular file for reading. follow: whether to accept a symbolic link.
+def opened_file(path: Path, *, follow_symlinks: bool) -> Iterator[OpenFile]:
+    """Open a regular file for reading. follow_symlinks: whether to accept a symbolic link.
 
     Raises PrefixRefused for any other file, and for every error while the file is open.
     """
     flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC  # O_NONBLOCK: opening a pipe does not wait
     try:
-        number = os.open(path, flags if follow else flags | os.O_NOFOLLOW)
+        number = os.open(path, flags if follow_symlinks else flags | os.O_NOFOLLOW)
         at = os.fstat(number)
         if not stat.S_ISREG(at.st_mode):
             os.close(number)

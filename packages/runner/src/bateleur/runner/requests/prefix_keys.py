@@ -38,7 +38,7 @@ class PrefixKeys:
         """Return the keys of the prefixes that end with the blocks `first` to `end - 1`."""
         return self.upto(token_ids, end)[first:end]
 
-    def blocks_ahead(self, token_ids: NDArray[np.int32], first: int, end: int) -> list[bytes]:
+    def blocks_with_lookahead(self, token_ids: NDArray[np.int32], first: int, end: int) -> list[bytes]:
         """Return keys as `blocks`, for block contents that also depend on the next token, which must be known.
 
         A drafter's keys and values at a position depend on the token after it (vLLM RFC #50438). That matters only in

@@ -19,16 +19,16 @@ class RowKeys:
         block_table: NDArray[np.int32] | None,
         block_size: int,
         *,
-        ahead: bool = False,
+        lookahead: bool = False,
     ) -> None:
         """
         Args:
             token_ids: (M, length) tokens of each row.
             block_table: (M, columns) KV blocks of each row; None if there are none.
             block_size: tokens of a block.
-            ahead: whether keys also cover the next token, as those of `PrefixKeys.blocks_ahead`.
+            lookahead: whether keys also cover the next token, as those of `PrefixKeys.blocks_with_lookahead`.
         """
-        self._ids, self._table, self._size, self._ahead = token_ids, block_table, block_size, int(ahead)
+        self._ids, self._table, self._size, self._lookahead = token_ids, block_table, block_size, int(lookahead)
         self._latest = np.zeros((len(token_ids), KEY_BYTES), np.uint8)
         self._num_keys = np.zeros(len(token_ids), np.int32)
         self._roots = [b""] * len(token_ids)
@@ -47,20 +47,20 @@ class RowKeys:
 
         rows: (R,) distinct table rows. after_R: (R,).
         """
-        size, ahead, end_R = self._size, self._ahead, after_R // self._size
+        size, lookahead, end_R = self._size, self._lookahead, after_R // self._size
         names: list[bytes] = []
         blocks: list[int] = []
         self._behind.clear()
         for i in (end_R > self._num_keys[rows]).nonzero()[0].tolist():
             row, end = int(rows[i]), int(end_R[i])
             ids, first = self._ids[row], int(self._num_keys[row])
-            assert end * size + ahead <= len(ids), f"row {i} has tokens that are not in the table"
+            assert end * size + lookahead <= len(ids), f"row {i} has tokens that are not in the table"
             self._behind[i] = len(names) - first
             before = self._latest[row].tobytes() if first else self._roots[row]
             keys = block_keys(ids, first, end, size, before)
             self._latest[row], self._num_keys[row] = np.frombuffer(keys[-1], np.uint8), end
             for block, key in enumerate(keys, first):
-                following = ids[(block + 1) * size : (block + 1) * size + ahead].astype("<i4")
+                following = ids[(block + 1) * size : (block + 1) * size + lookahead].astype("<i4")
                 names.append(key + following.tobytes())
             blocks += [0] * len(keys) if self._table is None else self._table[row, first:end].tolist()
         self._found = names

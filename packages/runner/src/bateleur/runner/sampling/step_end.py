@@ -53,40 +53,44 @@ class SampleStepProducer:
 
     def __init__(self, forward: Forward, sampler: RejectionSampler) -> None:
         self._forward, self._sampler = forward, sampler
-        self._lender: CapturedStateProducer[StepContext] = CapturedStateProducer(forward.states)
+        self._forward_states: CapturedStateProducer[StepContext] = CapturedStateProducer(forward.states)
 
     @property
     def generation(self) -> int:
         """How often the step's buffers have been staged."""
-        return self._lender.generation
+        return self._forward_states.generation
 
     def stage(self, key: BatchExecutionDescriptor, phase: Phase) -> StagedBatch[SampleState]:
         """Stage dummy rows."""
-        lent = self._lender.stage(replace(key, variant=()), phase)
+        forward_step = self._forward_states.stage(replace(key, variant=()), phase)
         self._sampler.rows.clear()
-        return self._after_forward(lent, key)
+        return self._after_forward(forward_step, key)
 
     def fuzz(self, key: BatchExecutionDescriptor, seed: int) -> StagedBatch[SampleState]:
         """Stage random rows of a random step; for an engine without requests."""
-        lent = self._lender.fuzz(replace(key, variant=()), seed)
-        staged = self._after_forward(lent, key)
+        forward_step = self._forward_states.fuzz(replace(key, variant=()), seed)
+        staged = self._after_forward(forward_step, key)
         rng = np.random.default_rng(seed)
-        stage_random_rows(self._sampler, lent.state.batch, staged.state.hidden, rng, str(key.variant[0]))
+        stage_random_rows(self._sampler, forward_step.state.batch, staged.state.hidden, rng, str(key.variant[0]))
         return staged
 
-    def _after_forward(self, lent: StagedBatch[StepContext], key: BatchExecutionDescriptor) -> StagedBatch[SampleState]:
-        assert lent.key is not None
-        hidden, *_ = self._forward.replay(lent.key, lent)
-        return StagedBatch(key, SampleState(lent.state, hidden), lent.generation, lent.signature)
+    def _after_forward(
+        self, forward_step: StagedBatch[StepContext], key: BatchExecutionDescriptor
+    ) -> StagedBatch[SampleState]:
+        assert forward_step.key is not None
+        hidden, *_ = self._forward.replay(forward_step.key, forward_step)
+        return StagedBatch(
+            key, SampleState(forward_step.state, hidden), forward_step.generation, forward_step.signature
+        )
 
     def addresses(self) -> Mapping[str, int]:
         """Addresses of the buffers of the step and of the sampler."""
         own = {f"end.{name}": address for name, address in self._sampler.rows.addresses().items()}
-        return {**self._lender.addresses(), **own}
+        return {**self._forward_states.addresses(), **own}
 
     def poison(self) -> None:
         """Fill the buffers of the step and of the sampler with invalid values."""
-        self._lender.poison()
+        self._forward_states.poison()
         self._sampler.rows.poison()
 
 

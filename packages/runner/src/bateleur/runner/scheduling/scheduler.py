@@ -182,17 +182,17 @@ class Scheduler:
 
     # --- one step -----------------------------------------------------------------------------------------
 
-    def schedule(self, *, ahead: bool = False) -> StepBatch | None:
+    def schedule(self, *, in_flight: bool = False) -> StepBatch | None:
         """Return the batch of the next step, with its KV blocks allocated; None if nothing can run. The
         upper bounds of lengths in the table then include this step.
 
-        ahead: whether a step is in flight. The table then has upper bounds of its results.
+        in_flight: whether a step is in flight. The table then has upper bounds of its results.
         """
         if self.fetching and self.prefixes is not None and self.prefixes.offload_tiers is not None:
             for request in self.fetching.intersection(self.prefixes.offload_tiers.arrived()):
                 self.fetching.remove(request)
                 self.waiting.add(request)
-        self._must_wait = self._rows_that_wait() if ahead else set()
+        self._must_wait = self._rows_that_wait() if in_flight else set()
         budget = self.max_num_batched_tokens - self._allocate_decodes()
         batch = self.batch
         if batch is None or self._can_admit(budget):
@@ -206,7 +206,7 @@ class Scheduler:
         batch.num_computed, batch.is_exact = t.num_computed[rows], uncertain == 0 if uncertain.any() else None
         if self.states is not None:
             prompts = _NO_PROMPTS if batch.all_decode else t.prefill_len[rows]
-            self.states.allocate_blocks(rows, batch.num_computed, lens, n, prompts, uncertain if ahead else None)
+            self.states.allocate_blocks(rows, batch.num_computed, lens, n, prompts, uncertain if in_flight else None)
         # Until the outcome is known, all drafts count as accepted. A row that samples knows the next token, too.
         t.num_computed[rows] = reach = batch.num_computed + lens
         t.num_tokens[rows] = reach + 1 if batch.all_decode else np.maximum(t.num_tokens[rows], reach + 1)

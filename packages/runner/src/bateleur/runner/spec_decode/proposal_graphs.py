@@ -59,24 +59,24 @@ class ProposalSteps:
     ) -> None:
         self._forward, self._sampler, self._rows = forward, sampler, sampler.rows
         self._drafter, self._whole = drafter, whole
-        self._lender: CapturedStateProducer[StepContext] = CapturedStateProducer(forward.states)
+        self._forward_states: CapturedStateProducer[StepContext] = CapturedStateProducer(forward.states)
 
     @property
     def generation(self) -> int:
         """How often the step's buffers and the metadata of the draft passes have been staged."""
-        return self._lender.generation + self._whole.generation
+        return self._forward_states.generation + self._whole.generation
 
     def stage(self, key: BatchExecutionDescriptor, phase: Phase) -> StagedBatch[ProposalState]:
         """Stage a dummy batch after a replay of its forward pass."""
-        lent = self._lender.stage(replace(key, variant=()), phase)
-        outputs = self._forward.replay(replace(key, variant=()), lent)
+        forward_step = self._forward_states.stage(replace(key, variant=()), phase)
+        outputs = self._forward.replay(replace(key, variant=()), forward_step)
         self._rows.clear()
-        return self._behind(key, lent.state, outputs, phase)
+        return self._behind(key, forward_step.state, outputs, phase)
 
     def fuzz(self, key: BatchExecutionDescriptor, seed: int) -> StagedBatch[ProposalState]:
         """Stage a random batch after a random step, over random draft caches; for an engine without requests."""
-        lent, rng = self._lender.fuzz(replace(key, variant=()), seed), np.random.default_rng(seed)
-        outputs, batch = self._forward.replay(replace(key, variant=()), lent), lent.state.batch
+        forward_step, rng = self._forward_states.fuzz(replace(key, variant=()), seed), np.random.default_rng(seed)
+        outputs, batch = self._forward.replay(replace(key, variant=()), forward_step), forward_step.state.batch
         stage_random_rows(self._sampler, batch, outputs[0], rng, TRUNCATED)
         num_valid = rng.integers(1, 1 + batch.max_query_len, batch.num_actual_reqs)
         width, vocab_size = self._rows.emitted.shape[1], self._sampler.sampler.vocab_size
@@ -84,8 +84,8 @@ class ProposalSteps:
         emitted[np.arange(width) >= num_valid[:, None]] = -1
         device = self._sampler.device
         self._rows.emit(torch.from_numpy(emitted).to(device), torch.from_numpy(num_valid).to(device))
-        self._whole.fuzz(lent.state, seed)
-        return self._behind(key, lent.state, outputs, Phase.RUN)
+        self._whole.fuzz(forward_step.state, seed)
+        return self._behind(key, forward_step.state, outputs, Phase.RUN)
 
     def _behind(
         self, key: BatchExecutionDescriptor, context: StepContext, outputs: tuple[Tensor, ...], phase: Phase
@@ -99,11 +99,11 @@ class ProposalSteps:
         """Addresses of the buffers of the step, the sampler and the drafter, by name."""
         books = {"end": self._rows.addresses(), "draft": self._whole.addresses()}
         own = {f"{owner}.{name}": address for owner, book in books.items() for name, address in book.items()}
-        return {**self._lender.addresses(), **own}
+        return {**self._forward_states.addresses(), **own}
 
     def poison(self) -> None:
         """Fill the buffers of the step, the sampler and the drafter with invalid values, so that a stale read shows."""
-        self._lender.poison()
+        self._forward_states.poison()
         self._rows.poison()
         self._whole.poison()
 
