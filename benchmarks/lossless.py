@@ -130,7 +130,7 @@ class Ragged:
 
     def lengths(self, rows: PolicyRows) -> NDArray[np.int32]:
         self.step += 1
-        drawn = self.random.integers(0, rows.most + 1, len(rows.most))
+        drawn = self.random.integers(0, rows.max_drafts + 1, len(rows.max_drafts))
         return np.minimum(drawn, self.step % 4).astype(np.int32)
 
 

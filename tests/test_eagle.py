@@ -104,7 +104,7 @@ class Switching:
 
     def lengths(self, rows: PolicyRows) -> Any:
         self.steps += 1
-        return np.minimum(rows.most, 3 if self.steps // 4 % 2 else 0).astype(np.int32)
+        return np.minimum(rows.max_drafts, 3 if self.steps // 4 % 2 else 0).astype(np.int32)
 
 
 @pytest.mark.filterwarnings("ignore:.*batch sizes have no graph for rows:RuntimeWarning")  # few sizes on purpose
@@ -282,7 +282,7 @@ def test_any_policy_that_asks_hears_what_steps_took(make_llm: Callable[..., LLM]
 
     class Listening:
         def lengths(self, rows: PolicyRows) -> Any:
-            return np.minimum(len(heard) % 3, rows.most).astype(np.int32)
+            return np.minimum(len(heard) % 3, rows.max_drafts).astype(np.int32)
 
         def observe(self, step: StepTime) -> None:
             heard.append(step)

@@ -32,7 +32,7 @@ class Seldom:
 
     def lengths(self, rows: PolicyRows) -> Any:
         self.steps += 1
-        return np.minimum(rows.most, 3 if self.steps % 7 < 2 else 0).astype(np.int32)
+        return np.minimum(rows.max_drafts, 3 if self.steps % 7 < 2 else 0).astype(np.int32)
 
 
 class Counting(TorchDispatchMode):

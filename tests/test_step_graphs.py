@@ -269,7 +269,7 @@ class Uneven:
 
     def lengths(self, rows: PolicyRows) -> np.ndarray[Any, np.dtype[np.int32]]:
         """See `DraftPolicy`."""
-        return np.minimum(rows.rows % 4, rows.most).astype(np.int32)
+        return np.minimum(rows.rows % 4, rows.max_drafts).astype(np.int32)
 
 
 class InTurn:
@@ -281,7 +281,7 @@ class InTurn:
     def lengths(self, rows: PolicyRows) -> np.ndarray[Any, np.dtype[np.int32]]:
         """See `DraftPolicy`."""
         self.steps += 1
-        return np.minimum(3 - self.steps % 4, rows.most).astype(np.int32)
+        return np.minimum(3 - self.steps % 4, rows.max_drafts).astype(np.int32)
 
 
 @pytest.mark.parametrize("policy", [Uneven, InTurn])

@@ -71,8 +71,8 @@ class FailsLater:
                 raise ZeroDivisionError("nothing left")
             if self.how == "sleeps":
                 self.wake.wait(60)
-            return rows.most
-        return rows.most * 0
+            return rows.max_drafts
+        return rows.max_drafts * 0
 
 
 class Uneven:
@@ -82,8 +82,8 @@ class Uneven:
         self.asked = 0
 
     def lengths(self, rows: Any) -> Any:
-        self.asked += len(rows.most)
-        return rows.most.clip(max=self.asked % 4)
+        self.asked += len(rows.max_drafts)
+        return rows.max_drafts.clip(max=self.asked % 4)
 
 
 def _sent(how: str, home: int, here: bool, elsewhere: bool) -> FailsLater:

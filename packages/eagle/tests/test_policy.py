@@ -166,9 +166,9 @@ def test_deciding_is_fast() -> None:
 
 def test_bad_arguments() -> None:
     one = np.zeros(1, np.int64)
-    with pytest.raises(ValueError, match=r"rows \(1,\), most \(1,\) and acceptance \(2, 3\)"):
+    with pytest.raises(ValueError, match=r"rows \(1,\), max_drafts \(1,\) and acceptance \(2, 3\)"):
         PolicyRows(one, one, np.zeros((2, 3)))
-    with pytest.raises(ValueError, match=r"most=\[4\] must be in 0..3"):
+    with pytest.raises(ValueError, match=r"max_drafts=\[4\] must be in 0..3"):
         PolicyRows(one, one + 4, np.zeros((1, 3)))
     for wrong in (1.5, -0.1, np.nan):
         with pytest.raises(ValueError, match=r"acceptance must be in \[0, 1\]"):

@@ -91,7 +91,7 @@ class JointDispatch:
 class DispatchCoordinator(Protocol):
     """Exchanges the input of all ranks, and makes the joint decision."""
 
-    def coordinate(self, mine: RankStep) -> JointDispatch:
+    def coordinate(self, own_step: RankStep) -> JointDispatch:
         """Return the dispatch decision for all ranks. Every rank must call it with its input once per step."""
 
 
@@ -212,9 +212,9 @@ class LocalCoordinator:
     def __init__(self, dispatcher: CudagraphDispatcher) -> None:
         self._dispatcher = dispatcher
 
-    def coordinate(self, mine: RankStep) -> JointDispatch:
+    def coordinate(self, own_step: RankStep) -> JointDispatch:
         """Return the dispatch decision for this rank alone."""
-        return dispatch_jointly((mine,), self._dispatcher)
+        return dispatch_jointly((own_step,), self._dispatcher)
 
 
 class TorchDistCoordinator:
@@ -256,9 +256,9 @@ class TorchDistCoordinator:
         self._all = torch.zeros(world, self._codec.length, dtype=torch.int64, device=device)
         self._rows = list(self._all)
 
-    def coordinate(self, mine: RankStep) -> JointDispatch:
+    def coordinate(self, own_step: RankStep) -> JointDispatch:
         """Return the dispatch decision for all ranks. Every rank of the group must call it once per step."""
-        self._staging_values[:] = self._codec.encode(mine)
+        self._staging_values[:] = self._codec.encode(own_step)
         if self._mine is not self._staging:
             self._mine.copy_(self._staging)
         dist.all_gather(self._rows, self._mine, group=self._group)

@@ -94,13 +94,15 @@ class AdaptiveDrafts:
         self._choices: dict[tuple[int, bool], _Choice] = {}
 
     def lengths(self, rows: PolicyRows) -> I32Array:
-        """Return the number of drafts of each request, (R,) int32: `num_drafts`, at most the request's `most`, or 0."""
+        """Return the number of drafts of each request, (R,) int32: `num_drafts`, at most the request's `max_drafts`,
+        or 0.
+        """
         number = self.num_drafts if self._choice(len(rows), rows.greedy).runs_drafts else 0
-        return np.minimum(number, rows.most).astype(np.int32)
+        return np.minimum(number, rows.max_drafts).astype(np.int32)
 
-    def numbers(self, most: int) -> Collection[int]:
-        """Return the two possible numbers of drafts a request: 0, and `num_drafts` capped at `most`."""
-        return (0, min(self.num_drafts, most))
+    def draft_counts(self, max_drafts: int) -> Collection[int]:
+        """Return the two possible numbers of drafts a request: 0, and `num_drafts` capped at `max_drafts`."""
+        return (0, min(self.num_drafts, max_drafts))
 
     def observe(self, step: StepTime) -> None:
         """Record the time of a step that ended. Ignores steps with prompt tokens, and steps with another number of

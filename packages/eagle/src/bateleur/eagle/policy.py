@@ -22,27 +22,27 @@ class PolicyRows:
     """Requests of the next step that may get drafts.
 
     rows: (R,) integer, rows of the engine's request table, all different.
-    most: (R,) integer in 0..K, most drafts of the request: less than K near the end of its request or of the drafter's
-        positions.
+    max_drafts: (R,) integer in 0..K, most drafts of the request: less than K near the end of its request or of the
+        drafter's positions.
     acceptance: (R, K) float64 in [0, 1], probability that draft i is accepted if all before it are.
     num_other_tokens: tokens of other requests in the same step, such as chunks of prompts.
     greedy: whether every request takes the most likely token, so that drafts need no noise.
     """
 
     rows: IntArray
-    most: IntArray
+    max_drafts: IntArray
     acceptance: FloatArray
     num_other_tokens: int = 0
     greedy: bool = False
 
     def __post_init__(self) -> None:
-        if self.acceptance.ndim != 2 or not len(self.rows) == len(self.most) == len(self.acceptance):
+        if self.acceptance.ndim != 2 or not len(self.rows) == len(self.max_drafts) == len(self.acceptance):
             raise ValueError(
-                f"rows {self.rows.shape}, most {self.most.shape} and acceptance {self.acceptance.shape} must be "
-                "(R,), (R,) and (R, K)"
+                f"rows {self.rows.shape}, max_drafts {self.max_drafts.shape} and acceptance {self.acceptance.shape} "
+                "must be (R,), (R,) and (R, K)"
             )
-        if not _within(self.most, self.acceptance.shape[1]):
-            raise ValueError(f"most={self.most.tolist()} must be in 0..{self.acceptance.shape[1]}")
+        if not _within(self.max_drafts, self.acceptance.shape[1]):
+            raise ValueError(f"max_drafts={self.max_drafts.tolist()} must be in 0..{self.acceptance.shape[1]}")
         if not _within(self.acceptance, 1):
             raise ValueError("acceptance must be in [0, 1] everywhere")
 
@@ -58,7 +58,7 @@ class DraftPolicy(Protocol):
     """
 
     def lengths(self, rows: PolicyRows) -> I32Array:
-        """Return the number of drafts of each request, (R,) int32, at most its `most`."""
+        """Return the number of drafts of each request, (R,) int32, at most its `max_drafts`."""
         ...
 
 
@@ -66,8 +66,8 @@ class DraftPolicy(Protocol):
 class UniformPolicy(DraftPolicy, Protocol):
     """A policy that often gives all requests the same number of drafts, so that graphs of these numbers pay."""
 
-    def numbers(self, most: int) -> Collection[int]:
-        """Return each number of drafts that the policy may give to every request of a step, capped at `most`."""
+    def draft_counts(self, max_drafts: int) -> Collection[int]:
+        """Return each number of drafts that the policy may give to every request of a step, capped at `max_drafts`."""
         ...
 
 
@@ -112,12 +112,12 @@ class FixedDrafts:
             raise ValueError(f"num_drafts={self.num_drafts} must not be negative")
 
     def lengths(self, rows: PolicyRows) -> I32Array:
-        """Return the number of drafts of each request, (R,) int32: `num_drafts`, at most its `most`."""
+        """Return the number of drafts of each request, (R,) int32: `num_drafts`, at most its `max_drafts`."""
         return _capped(self.num_drafts, rows)
 
-    def numbers(self, most: int) -> Collection[int]:
-        """Return the only possible number of drafts a request: `num_drafts`, capped at `most`."""
-        return (min(self.num_drafts, most),)
+    def draft_counts(self, max_drafts: int) -> Collection[int]:
+        """Return the only possible number of drafts a request: `num_drafts`, capped at `max_drafts`."""
+        return (min(self.num_drafts, max_drafts),)
 
 
 @final
@@ -136,13 +136,17 @@ class ByBatchSize:
             )
 
     def lengths(self, rows: PolicyRows) -> I32Array:
-        """Return the number of drafts of each request, (R,) int32, from the number of requests, at most its `most`."""
+        """Return the number of drafts of each request, (R,) int32, from the number of requests, at most its
+        `max_drafts`.
+        """
         size = max((size for size in self.num_drafts if size <= len(rows)), default=1)
         return _capped(self.num_drafts[size], rows)
 
-    def numbers(self, most: int) -> Collection[int]:
-        """Return the possible numbers of drafts a request: the values of the mapping `num_drafts`, capped at `most`."""
-        return [min(number, most) for number in self.num_drafts.values()]
+    def draft_counts(self, max_drafts: int) -> Collection[int]:
+        """Return the possible numbers of drafts a request: the values of the mapping `num_drafts`, capped at
+        `max_drafts`.
+        """
+        return [min(number, max_drafts) for number in self.num_drafts.values()]
 
 
 class StepCost:
@@ -190,8 +194,8 @@ class BySurvival:
         """cost: function from a number of tokens to the cost of a target step of that size.
         draft_cost: cost of one more draft for the request with the most drafts, in the same unit: one draft pass. 0 if
             all K are drafted anyway.
-        uniform: all requests get the same number (at most their `most`), and the step is padded to it: for graphs with
-            a uniform query length.
+        uniform: all requests get the same number (at most their `max_drafts`), and the step is padded to it: for graphs
+            with a uniform query length.
         probe_every: number of steps between probes of a request; None for never.
         """
         if draft_cost < 0:
@@ -206,7 +210,7 @@ class BySurvival:
         if not len(rows) or not rows.acceptance.shape[1]:
             return _capped(0, rows)
         survival_RK = rows.acceptance.cumprod(1)
-        allowed_RK = np.arange(survival_RK.shape[1]) < np.asarray(rows.most)[:, None]
+        allowed_RK = np.arange(survival_RK.shape[1]) < np.asarray(rows.max_drafts)[:, None]
         choose = self._same if self._uniform else self._each
         lengths = choose(survival_RK, allowed_RK, rows.num_other_tokens).astype(np.int32)
         return lengths if self._probe_every is None else self._probed(lengths, rows, self._probe_every)
@@ -241,7 +245,7 @@ class BySurvival:
         missing = int(rows.rows.max()) + 1 - len(self._idle)
         if missing > 0:
             self._idle = np.concatenate([self._idle, np.zeros(missing, np.int64)])
-        more = lengths < rows.most
+        more = lengths < rows.max_drafts
         idle = np.where(more, self._idle[rows.rows] + 1, 0)
         due = idle >= probe_every
         if due.any():
@@ -263,11 +267,11 @@ def require_steps(name: str, steps: int | None) -> None:
 
 
 def _capped(num_drafts: int, rows: PolicyRows) -> I32Array:
-    return np.minimum(num_drafts, rows.most).astype(np.int32)
+    return np.minimum(num_drafts, rows.max_drafts).astype(np.int32)
 
 
-def _within(values: IntArray | FloatArray, most: int) -> bool:
-    """Return whether all values are in [0, `most`]."""
+def _within(values: IntArray | FloatArray, upper: int) -> bool:
+    """Return whether all values are in [0, `upper`]."""
     if not values.size:
         return True
-    return bool(np.minimum.reduce(values, None) >= 0 and np.maximum.reduce(values, None) <= most)
+    return bool(np.minimum.reduce(values, None) >= 0 and np.maximum.reduce(values, None) <= upper)

@@ -101,9 +101,9 @@ def _find(config: dict[str, Any], names: Collection[str]) -> _Source:
     return _Source(layout, eagle3, fields, fields)
 
 
-def _require_targets(fields: Fields, name: str, its: int) -> None:
-    if (size := fields.size(name)) != its:
-        raise ValueError(f"{name} is {size}; the target's is {its}")
+def _require_targets(fields: Fields, name: str, expected: int) -> None:
+    if (size := fields.size(name)) != expected:
+        raise ValueError(f"{name} is {size}; the target's is {expected}")
 
 
 def _window(layer: Fields) -> int | None:

@@ -88,8 +88,8 @@ def load_head(
         tensors = files.rename(_plain_name)
         described = describe(config, tensors.keys(), target, layer_ids)
         spec = described.spec
-        spell = _spelling(files.keys())
-        weights = Weights(tensors, dtype=dtype, device=device, spell=spell, project=project)
+        stored_name = _stored_names(files.keys())
+        weights = Weights(tensors, dtype=dtype, device=device, stored_name=stored_name, project=project)
         vocabulary, shared = _vocabulary(spec, weights, target)
         target_ids = _target_ids(spec, weights, tensors)
         head = _BUILD[spec.kind](spec, weights, vocabulary, target_ids)
@@ -120,16 +120,16 @@ def _plain_name(name: str) -> str:
     return name
 
 
-def _spelling(names: Collection[str]) -> Callable[[str], str]:
+def _stored_names(names: Collection[str]) -> Callable[[str], str]:
     """Return a function that adds the prefixes of this checkpoint to the name of a missing tensor, for messages."""
     rules = [(ours, theirs) for theirs, ours in _PREFIXES if any(theirs in name for name in names)]
 
-    def spell(name: str) -> str:
+    def stored_name(name: str) -> str:
         fits = ((ours, theirs) for ours, theirs in rules if name.startswith(ours))
         ours, theirs = next(fits, ("", ""))
         return theirs + name.removeprefix(ours)
 
-    return spell
+    return stored_name
 
 
 def _vocabulary(spec: HeadSpec, weights: Weights, target: TargetInfo) -> tuple[Vocabulary, tuple[str, ...]]:
@@ -169,8 +169,8 @@ def _vocabulary(spec: HeadSpec, weights: Weights, target: TargetInfo) -> tuple[V
     return vocabulary, tuple(shared)
 
 
-def _same(tensor: Tensor, theirs: Tensor) -> bool:
-    return tensor.shape == theirs.shape and torch.equal(tensor.to(theirs), theirs)
+def _same(tensor: Tensor, target: Tensor) -> bool:
+    return tensor.shape == target.shape and torch.equal(tensor.to(target), target)
 
 
 def _target_ids(spec: HeadSpec, weights: Weights, tensors: Mapping[str, Tensor]) -> Tensor | None:

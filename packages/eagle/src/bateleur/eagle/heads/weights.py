@@ -30,15 +30,15 @@ class Weights:
         *,
         dtype: torch.dtype,
         device: torch.device | str,
-        spell: Callable[[str], str] = str,
+        stored_name: Callable[[str], str] = str,
         project: Project = linear,
     ) -> None:
-        """tensors: tensors by name; may read from a file when indexed. spell: returns a name as in the file, for
+        """tensors: tensors by name; may read from a file when indexed. stored_name: returns a name as in the file, for
         messages. project: creates the functions that multiply with matrices.
         """
         self.dtype, self.device, self.project = dtype, torch.device(device), project
         self.own: dict[str, tuple[int, int]] = {}
-        self._tensors, self._spell = tensors, spell
+        self._tensors, self._stored_name = tensors, stored_name
         self._taken: set[str] = set()
         self._missing: list[str] = []
         self._misshapen: list[str] = []
@@ -68,11 +68,11 @@ class Weights:
     def integers(self, name: str, *shape: int) -> Tensor:
         """Return a tensor of integers of this shape, as int64 on the CPU."""
         if name in self._tensors and self._tensors[name].dtype not in _WHOLE:
-            raise ValueError(f"{self._spell(name)} is {self._tensors[name].dtype}; it must hold whole numbers")
+            raise ValueError(f"{self._stored_name(name)} is {self._tensors[name].dtype}; it must hold whole numbers")
         return self._get(name, shape, torch.int64)
 
-    def check(self, harmless: Callable[[str], bool]) -> tuple[str, ...]:
-        """Raise for missing tensors, wrong shapes or dtypes, and unused tensors for whose name `harmless` is False.
+    def check(self, ignorable: Callable[[str], bool]) -> tuple[str, ...]:
+        """Raise for missing tensors, wrong shapes or dtypes, and unused tensors for whose name `ignorable` is False.
 
         Returns:
             The names of the harmless unused tensors, sorted.
@@ -81,20 +81,20 @@ class Weights:
             ValueError: lists all these tensors.
         """
         rest = sorted(self._tensors.keys() - self._taken)
-        unknown = [name for name in rest if not harmless(name)]
+        unknown = [name for name in rest if not ignorable(name)]
         problems = [
             f"{what}: {', '.join(names)}"
             for what, names in (
                 ("missing weights", self._missing),
                 ("unexpected shapes", self._misshapen),
                 ("unexpected dtypes", self._no_floats),
-                ("weights of no known use", [self._spell(name) for name in unknown]),
+                ("weights of no known use", [self._stored_name(name) for name in unknown]),
             )
             if names
         ]
         if problems:
             raise ValueError("; ".join(problems))
-        return tuple(self._spell(name) for name in rest)
+        return tuple(self._stored_name(name) for name in rest)
 
     def _stacked(self, names: Sequence[str], rows: Sequence[int], *columns: int) -> Tensor:
         parts = [self._get(name, (n, *columns)) for name, n in zip(names, rows, strict=True)]
@@ -104,7 +104,7 @@ class Weights:
 
     def _get(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
         self._taken.add(name)
-        spelled = self._spell(name)
+        spelled = self._stored_name(name)
         if name not in self._tensors:
             self._missing.append(f"{spelled} {shape}")
         else:

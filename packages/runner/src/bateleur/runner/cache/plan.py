@@ -177,17 +177,19 @@ def _shortened(plan: CachePlan, limits: EngineLimits, numbers: str, *, chosen: b
     return replace(plan, max_model_len=fits, max_blocks=plan.num_blocks - 1)
 
 
-def _losses(plan: CachePlan, most: int, share: bool, rows_chosen: bool) -> list[str]:
-    """Return descriptions of what a plan lacks, compared with `most` requests and with prefix caching if requested."""
+def _losses(plan: CachePlan, num_reqs: int, share: bool, rows_chosen: bool) -> list[str]:
+    """Return descriptions of what a plan lacks, compared with `num_reqs` requests and with prefix caching if
+    requested.
+    """
     lost, rows = [], plan.max_num_seqs
     holds = "with prefix caching, and with the keys and values of the longest request, it holds"
     if share and plan.costs.retention is None:
         lost.append(f"{holds} no cached state: prefix caching is off")
-    if rows < most and rows_chosen:
-        lost.append(f"{holds} the states of {rows} of max_num_seqs = {most} requests at once")
-    elif rows < most:
+    if rows < num_reqs and rows_chosen:
+        lost.append(f"{holds} the states of {rows} of max_num_seqs = {num_reqs} requests at once")
+    elif rows < num_reqs:
         lost.append(
-            f"with keys and values it holds the states of {rows} of {most} requests at once, so max_num_seqs is "
+            f"with keys and values it holds the states of {rows} of {num_reqs} requests at once, so max_num_seqs is "
             f"{rows}; a value that you give is used or refused"
         )
     return lost

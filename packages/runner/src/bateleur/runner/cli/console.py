@@ -65,14 +65,14 @@ def print_graph_costs(llm: LLM) -> None:
 
 
 @contextmanager
-def name_in_errors(place: object) -> Iterator[None]:
-    """Add the name `place` to OSErrors of a `with` block that writes there."""
+def name_in_errors(path: object) -> Iterator[None]:
+    """Add the name `path` to OSErrors of a `with` block that writes there."""
     try:
         yield
     except BrokenPipeError:
         raise
     except OSError as error:
-        raise OSError(error.errno, error.strerror, str(place)) from error
+        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def write_text(text: str) -> None:

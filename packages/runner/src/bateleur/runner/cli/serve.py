@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
         from bateleur.runner.llm import LLM
 
         LLM(**engine)
-    with bound_socket(config) as place:
+    with bound_socket(config) as listener:
         print_status("loading torch")
         import torch
 
@@ -61,8 +61,8 @@ def run(args: argparse.Namespace) -> int:
         for name, folder in config.lora_modules:
             asyncio.run(llm.add_lora(LoRARequest(name, lora_path=folder)))
         llm.llm.prepare_structured_outputs()  # now, so that no request has to wait for it
-        address = client_url(place, config)
-        engine_alive = run_server(llm, config, place, ready=lambda: write_text(f"{address}\n"))
+        address = client_url(listener, config)
+        engine_alive = run_server(llm, config, listener, ready=lambda: write_text(f"{address}\n"))
     return 0 if engine_alive else 1
 
 
@@ -75,8 +75,8 @@ def _run_replicas(
     for option in options_of(ServeConfig):
         if option.name in NOT_OF_RAY and (value := getattr(config, option.name)) != option.default:
             refuse(option.name, value, "left out with replicas: Ray's HTTP proxy has no such option")
-    with bound_socket(config) as place:
-        address, port = client_url(place, config), place.getsockname()[1]
+    with bound_socket(config) as listener:
+        address, port = client_url(listener, config), listener.getsockname()[1]
     print_status("starting Ray")
     from bateleur.runner.replicas.application import DeploymentPlan
     from bateleur.runner.replicas.server import run as run_replicas

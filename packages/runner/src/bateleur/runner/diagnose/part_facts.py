@@ -80,7 +80,7 @@ def count_schemes(model: HybridDecoder, device: torch.device, dtype: torch.dtype
         layer = layer_of(model.spec, name)
         kind = EMBEDDINGS if layer is None else KINDS[type(layer)]
         for matrix in quantized_parts(projection):
-            told = f"{matrix.scheme}: {describe_quantized(matrix, device, dtype)}"
+            label = f"{matrix.scheme}: {describe_quantized(matrix, device, dtype)}"
             schemes = found.setdefault(kind, {})
-            schemes[told] = schemes.get(told, 0) + sum(each.nbytes for each in matrix.tensors().values())
+            schemes[label] = schemes.get(label, 0) + sum(each.nbytes for each in matrix.tensors().values())
     return found

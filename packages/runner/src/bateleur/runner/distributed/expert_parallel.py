@@ -65,9 +65,9 @@ class DataParallelSync:
         everywhere = frozenset(ready)
         self._ready = None if everywhere.issuperset(plan.keys) else everywhere
 
-    def coordinate(self, mine: RankStep) -> JointDispatch:
+    def coordinate(self, own_step: RankStep) -> JointDispatch:
         """Exchange the batches of all ranks, and dispatch them together."""
-        by_rank = self._exchange.ranks.gather_ints(self._codec.encode(RankStep(mine.batch)))
+        by_rank = self._exchange.ranks.gather_ints(self._codec.encode(RankStep(own_step.batch)))
         steps = [RankStep(self._codec.decode(each).batch, self._ready) for each in by_rank]
         agreed = dispatch_jointly(steps, self._plan)
         self._exchange.num_rows = 0 if agreed.descriptor is not None else agreed.num_tokens

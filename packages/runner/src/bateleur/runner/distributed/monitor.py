@@ -147,7 +147,7 @@ class RankMonitor:
 
     def _kill(self, ranks: Sequence[RankProcess]) -> None:
         """Collect the states of all ranks, find the rank that has failed, and kill all ranks but this one."""
-        took = time.monotonic() - self._since
+        elapsed = time.monotonic() - self._since
         hangs, signs = not self._signs, self._signs
         deadline = time.monotonic() + (_REPLY_SECONDS if hangs else _GATHER_SECONDS)
         if hangs:
@@ -164,7 +164,7 @@ class RankMonitor:
                     signs[silent.pop(found).rank] = message
         if hangs:
             signs |= {each.rank: NoReply() for each in silent.values()}
-        rank, cause, trace = find_failure(signs, took)
+        rank, cause, trace = find_failure(signs, elapsed)
         self.fault = fault = RankFailed(rank, cause)
         if trace:
             fault.add_note(trace)

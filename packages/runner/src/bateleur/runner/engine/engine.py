@@ -246,20 +246,20 @@ class Engine:
 
         Rows that a request has given back since the launch are skipped, because another request may have them now.
         """
-        flight, scheduler, stats = self.registry.in_flight[0], self.scheduler, self.stats
-        batch, output, n, present = flight.batch, flight.output, flight.batch.num_decodes, None
+        step, scheduler, stats = self.registry.in_flight[0], self.scheduler, self.stats
+        batch, output, n, present = step.batch, step.output, step.batch.num_decodes, None
         num_rows = num_taken = num_verified = 0
-        if flight.num_released != scheduler.num_released:
-            present = flight.present()
-        if flight.scored is not None:
-            self._outputs.logprobs.append_prompt(flight.scored)
-        if output is None or (present is not None and flight.has_ended):
+        if step.num_released != scheduler.num_released:
+            present = step.present()
+        if step.scored is not None:
+            self._outputs.logprobs.append_prompt(step.scored)
+        if output is None or (present is not None and step.has_ended):
             scheduler.commit(batch, None, present)
             self._reports = []
         else:
             sampled = None if present is None else present[output.sampled]
-            flight.appending = self._appending(batch, sampled)
-            emitted = self._outputs.emit(flight, sampled)
+            step.appending = self._appending(batch, sampled)
+            emitted = self._outputs.emit(step, sampled)
             taken, self._reports = emitted.num_taken, emitted.reports
             num_valid = taken
             if not batch.all_decode:
@@ -268,11 +268,11 @@ class Engine:
             scheduler.commit(batch, num_valid, present)
             if self.runner.proposer is not None and n:
                 kept = slice(None) if present is None else present[:n]
-                num_drafts = np.minimum(emitted.num_drafts[:n], flight.num_drafts[:n])
+                num_drafts = np.minimum(emitted.num_drafts[:n], step.num_drafts[:n])
                 self.runner.proposer.learn(batch.rows[:n][kept], num_drafts[kept], emitted.num_accepted[:n][kept])
             num_rows = n if present is None else int(np.count_nonzero(taken[:n]))
             num_taken, num_verified = int(taken.sum()), int(taken[:n].sum())
-        flight.num_tokens = num_verified
+        step.num_tokens = num_verified
         self.registry.in_flight = self.registry.in_flight[1:]
         # No call from here on: the tokens are final, and are counted.
         stats.num_steps += 1

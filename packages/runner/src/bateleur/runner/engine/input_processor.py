@@ -155,7 +155,7 @@ class InputProcessor:
 
     def follow(self, admitted: AdmittedRequest) -> RequestGroup:
         """Create a request that the first rank has admitted, without checks."""
-        return self._group(admitted, self._matchers(admitted.params, admitted.stop_token_ids, tried=True))
+        return self._group(admitted, self._matchers(admitted.params, admitted.stop_token_ids, already_compiled=True))
 
     def _group(self, admitted: AdmittedRequest, matchers: Sequence[Matcher | None]) -> RequestGroup:
         stream = admitted.kind is not RequestOutputKind.FINAL_ONLY
@@ -207,13 +207,17 @@ class InputProcessor:
         )
 
     def _matchers(
-        self, params: SamplingParams, stop_token_ids: frozenset[int], *, tried: bool = False
+        self, params: SamplingParams, stop_token_ids: frozenset[int], *, already_compiled: bool = False
     ) -> list[Matcher | None]:
-        """Return one grammar matcher for each continuation; None without a grammar. tried: see `Grammars.matcher`."""
+        """Return one grammar matcher for each continuation; None without a grammar. already_compiled: see
+        `Grammars.matcher`.
+        """
         asked = params.structured_outputs
         if not isinstance(asked, StructuredOutputsParams):
             return [None] * params.n
-        return [self.grammars.matcher(asked, stop_token_ids, tried=tried) for _ in range(params.n)]
+        return [
+            self.grammars.matcher(asked, stop_token_ids, already_compiled=already_compiled) for _ in range(params.n)
+        ]
 
     def _counted(self, params: SamplingParams) -> SamplingParams:
         """Return the parameters with the vocabulary size in place of -1 as number of log probabilities."""

@@ -38,44 +38,44 @@ class LogprobsProcessor:
         self,
         requests: Sequence[Request],
         logprobs: Sequence[NDArray[Any]],
-        first: NDArray[np.int64],
+        first_S: NDArray[np.int64],
         tokens_SJ: NDArray[np.int64],
-        taken: NDArray[np.int64],
+        num_tokens_S: NDArray[np.int64],
     ) -> None:
-        """Append the log probabilities of the first `taken` (S,) of the emitted tokens (S, J) to each request.
+        """Append the log probabilities of the first `num_tokens_S` (S,) of the emitted tokens (S, J) to each request.
 
-        logprobs: fields of `Logprobs`. first: (S,) index in them of each request's first token.
+        logprobs: fields of `Logprobs`. first_S: (S,) index in them of each request's first token.
         """
         lists = _LogprobLists(*(each.tolist() for each in logprobs))
         for i, request in enumerate(requests):
             if (wanted := request.params.logprobs) is None:
                 continue
             known = request.output_token_ids[: len(request.output.chosen_logprobs)]
-            for spot in range(int(taken[i])):
-                at = int(first[i]) + spot
-                before = [*request.prompt_token_ids[-_CONTEXT:], *known[-_CONTEXT:], *tokens_SJ[i, :spot].tolist()]
-                entry = self._entry(lists, at, int(tokens_SJ[i, spot]), wanted, before, request.params.detokenize)
+            for index in range(int(num_tokens_S[i])):
+                row = int(first_S[i]) + index
+                before = [*request.prompt_token_ids[-_CONTEXT:], *known[-_CONTEXT:], *tokens_SJ[i, :index].tolist()]
+                entry = self._entry(lists, row, int(tokens_SJ[i, index]), wanted, before, request.params.detokenize)
                 request.output.logprobs.append(entry)
-                request.output.chosen_logprobs.append(lists.sampled[at])
+                request.output.chosen_logprobs.append(lists.sampled[row])
 
     def append_prompt(self, scored: PendingPromptLogprobs) -> None:
         """Wait for the prompt log probabilities of a step, and append them to their requests."""
-        lists, at = _LogprobLists(*(each.tolist() for each in scored.wait())), 0
+        lists, row = _LogprobLists(*(each.tolist() for each in scored.wait())), 0
         tokens = scored.token_ids.tolist()
         for request, count in scored.requests:
             wanted = request.params.prompt_logprobs
             assert wanted is not None
-            for spot in range(at, at + count) if request.finish_reason is None else ():
+            for index in range(row, row + count) if request.finish_reason is None else ():
                 known = len(request.output.prompt_logprobs)
                 before = request.prompt_token_ids[max(0, known - _CONTEXT) : known]
-                entry = self._entry(lists, spot, tokens[spot], wanted, before, request.params.detokenize)
+                entry = self._entry(lists, index, tokens[index], wanted, before, request.params.detokenize)
                 request.output.prompt_logprobs.append(entry)
-            at += count
+            row += count
 
     def _entry(
-        self, lists: _LogprobLists, at: int, token: int, num_top: int, before: Sequence[int], detokenize: bool
+        self, lists: _LogprobLists, row: int, token: int, num_top: int, before: Sequence[int], detokenize: bool
     ) -> dict[int, Logprob]:
-        """Return log probabilities at index `at` of `lists`: of `token`, and of the `num_top` most likely tokens.
+        """Return log probabilities at index `row` of `lists`: of `token`, and of the `num_top` most likely tokens.
 
         before: the tokens before it, because the text of a token depends on them.
         """
@@ -86,8 +86,8 @@ class LogprobsProcessor:
             text = self._token_text
             return Logprob(value, rank, text.added_text(before, token), text.bytes_of(token))
 
-        entry = {token: logprob(token, lists.sampled[at], lists.rank[at])}
+        entry = {token: logprob(token, lists.sampled[row], lists.rank[row])}
         for rank in range(num_top):
-            other = lists.top_ids[at][rank]
-            entry.setdefault(other, logprob(other, lists.top_values[at][rank], rank + 1))
+            other = lists.top_ids[row][rank]
+            entry.setdefault(other, logprob(other, lists.top_values[row][rank], rank + 1))
         return entry

@@ -66,7 +66,7 @@ class OutputProcessor:
         ends[list(known)] = True
         self._stops = known, ends
 
-    def emit(self, flight: StepInFlight, present: NDArray[np.bool_] | None) -> EmittedTokens:
+    def emit(self, step: StepInFlight, present: NDArray[np.bool_] | None) -> EmittedTokens:
         """Wait for the tokens of the S requests that sample, the only wait for the device in a step, and append them.
 
         present: (S,) whether the row is still that of the request; None for all. An ended request has no row.
@@ -74,10 +74,10 @@ class OutputProcessor:
         Tokens after a stop are dropped, and all tokens of an ended request. A request whose logits held a NaN, or
         allowed no token, emits no token there. It ends with `finish_reason` "error".
         """
-        assert flight.output is not None
-        assert flight.fetched is not None
-        output, (packed, *logprobs) = flight.output, flight.fetched.wait()
-        requests, rows = flight.batch.sampled
+        assert step.output is not None
+        assert step.fetched is not None
+        output, (packed, *logprobs) = step.output, step.fetched.wait()
+        requests, rows = step.batch.sampled
         num_emitted, bad, width = packed[:, 0], packed[:, 1], output.width
         tokens_SJ, drafts_SK = packed[:, 2 : 2 + width], packed[:, 2 + width :]
         taken, reports = num_emitted.copy(), list[Request]()
@@ -211,10 +211,10 @@ def append_tokens(
     table: RequestTable, rows: NDArray[np.int64], tokens_SJ: NDArray[np.int64], counts_S: NDArray[np.int64]
 ) -> None:
     """Append the first `counts` tokens of each row of `tokens` to the table; all but the last of them were drafts."""
-    spots_J = np.arange(tokens_SJ.shape[1])
-    left_SJ = counts_S[:, None] - spots_J
+    position_J = np.arange(tokens_SJ.shape[1])
+    left_SJ = counts_S[:, None] - position_J
     known_SJ = left_SJ > 0
-    cells_N = ((rows * table.max_model_len + table.num_known[rows])[:, None] + spots_J)[known_SJ]
+    cells_N = ((rows * table.max_model_len + table.num_known[rows])[:, None] + position_J)[known_SJ]
     table.token_ids.reshape(-1)[cells_N] = tokens_SJ[known_SJ]
     table.drafted.reshape(-1)[cells_N] = left_SJ[known_SJ] > 1
     table.num_known[rows] += counts_S.astype(np.int32)
@@ -242,20 +242,20 @@ class RequestClock:
         present: NDArray[np.bool_] | None,
     ) -> None:
         """Record that S requests got `num_taken` (S,) tokens. present: (S,) whether each has its row; None: all."""
-        now, took = perf_counter(), num_taken > 0
+        now, has_tokens = perf_counter(), num_taken > 0
         then = self._table.last_token_time[rows]
         if present is not None:
-            for i in (took & ~present).nonzero()[0].tolist():
+            for i in (has_tokens & ~present).nonzero()[0].tolist():
                 times = requests[i].times
                 then[i], times.last_token_time = times.last_token_time, now
-        for i in (took & (then == 0)).nonzero()[0].tolist():
+        for i in (has_tokens & (then == 0)).nonzero()[0].tolist():
             times = requests[i].times
             times.first_token_time = now
             self._stats.histograms.time_to_first_token_seconds.observe(now - times.arrival_time)
-        again = took & (then > 0)
+        again = has_tokens & (then > 0)
         gaps, counts = now - then[again], num_taken[again]
         self._stats.histograms.inter_token_latency_seconds.observe_all(gaps / counts, counts)
-        self._table.last_token_time[rows[took if present is None else took & present]] = now
+        self._table.last_token_time[rows[has_tokens if present is None else has_tokens & present]] = now
 
     def ended(self, request: Request) -> None:
         """Record the end of a request. If it got no token, only its finish reason and lengths are recorded."""

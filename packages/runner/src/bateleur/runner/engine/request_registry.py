@@ -236,8 +236,8 @@ class RequestRegistry:
 
     def _recover(self) -> None:
         """Recover from an interrupted change. If it is interrupted itself, it is repeated."""
-        for flight in reversed(self.in_flight):
-            flight.undo(self._scheduler.table)
+        for step in reversed(self.in_flight):
+            step.undo(self._scheduler.table)
         waiting: list[Request] = []
         for group in list(self.requests.values()):
             if any(each.finish_reason == "abort" for each in group.members):  # all of them, or none

@@ -56,7 +56,7 @@ def query_lens_of(policy: DraftPolicy, num_drafts: int) -> tuple[int, ...]:
 
     The numbers of drafts are `num_drafts`, and every number that `policy` may give to all requests of a batch.
     """
-    often = policy.numbers(num_drafts) if isinstance(policy, UniformPolicy) else ()
+    often = policy.draft_counts(num_drafts) if isinstance(policy, UniformPolicy) else ()
     return tuple(sorted({1, 1 + num_drafts, *(1 + n for n in often)}))
 
 

@@ -126,12 +126,12 @@ def missing_spans(
         count = span.end // chain.block_size
     while count < len(chain.blocks) and has_block(chain.blocks[count]):
         count += 1
-    reach = count * chain.block_size if chain.has_blocks else chain.length
+    loaded_end = count * chain.block_size if chain.has_blocks else chain.length
     for end in chain.ends():
         base, page = chain.base(end), chain.page(end)
-        if base > reach:
+        if base > loaded_end:
             continue
-        if end <= reach and (page is None or has_page(page)):
+        if end <= loaded_end and (page is None or has_page(page)):
             return [each for each in wanted if each.start < end]
         if has_file((span := chain.ending(end)).name):
             return [*(each for each in wanted if each.end <= base), span]

@@ -103,12 +103,12 @@ class GrammarMasks:
         """
         index = batch.index
         wanted = []
-        for spot, place in zip(index.sampled.tolist(), index.first_S.tolist(), strict=True):
-            request = batch.requests[spot]
+        for index_in_step, first_row in zip(index.sampled.tolist(), index.first_S.tolist(), strict=True):
+            request = batch.requests[index_in_step]
             if request.matcher is not None and request.finish_reason is None:
-                drafts = self._drafts.get(request, []) if spot < batch.num_decodes else []
-                assert len(drafts) < batch.query_lens[spot], "the library writes a mask after each draft"
-                wanted.append((request.matcher, place, drafts))
+                drafts = self._drafts.get(request, []) if index_in_step < batch.num_decodes else []
+                assert len(drafts) < batch.query_lens[index_in_step], "the library writes a mask after each draft"
+                wanted.append((request.matcher, first_row, drafts))
         if not wanted:
             return None
         device = self._sampler.device

@@ -59,7 +59,7 @@ class PromptLogprobs:
             return None
         starts = np.cumsum(batch.query_lens) - batch.query_lens
         requests: list[tuple[Request, int]] = []
-        spots: list[NDArray[np.int64]] = []
+        rows: list[NDArray[np.int64]] = []
         tokens: list[NDArray[np.int64]] = []
         for i in asked:
             request, row = batch.requests[i], batch.rows[i]
@@ -70,22 +70,22 @@ class PromptLogprobs:
             if first < end:
                 requests.append((request, end - first))
                 request.output.num_scored = end
-                spots.append(np.arange(first, end) - 1 - computed + starts[i])
+                rows.append(np.arange(first, end) - 1 - computed + starts[i])
                 tokens.append(self._table.token_ids[row, first:end].astype(np.int64))
         if not requests:
             return None
         wanted = max(request.params.prompt_logprobs or 0 for request, _ in requests)
         token_ids = np.concatenate(tokens)
-        slices = self._slices(hidden_TM, np.concatenate(spots), token_ids, wanted)
+        slices = self._slices(hidden_TM, np.concatenate(rows), token_ids, wanted)
         return PendingPromptLogprobs(requests, token_ids, Fetch([each for logprobs in slices for each in logprobs]))
 
     def _slices(
-        self, hidden_TM: Tensor, spots: NDArray[np.int64], token_ids: NDArray[np.int64], num_top: int
+        self, hidden_TM: Tensor, rows: NDArray[np.int64], token_ids: NDArray[np.int64], num_top: int
     ) -> list[Logprobs]:
-        spots_N, ids_N = (upload(each, self._model.device) for each in (spots, token_ids))
+        rows_N, ids_N = (upload(each, self._model.device) for each in (rows, token_ids))
         size = self._tokens_at_once
-        slices = zip(spots_N.split(size), ids_N.split(size), strict=True)
+        slices = zip(rows_N.split(size), ids_N.split(size), strict=True)
         return [
-            logprobs_of(self._model.logits(hidden_TM.index_select(0, spots)), ids, num_top, self._model.shard)
-            for spots, ids in slices
+            logprobs_of(self._model.logits(hidden_TM.index_select(0, rows)), ids, num_top, self._model.shard)
+            for rows, ids in slices
         ]

@@ -201,10 +201,12 @@ class Sampler:
         self._output_counts.view(-1).scatter_add_(0, cells_SJ.flatten(), here_SJ.to(torch.int32).flatten())
 
     def depends_on_length(
-        self, rows: NDArray[np.int64], least: NDArray[np.int32], most: NDArray[np.int32]
+        self, rows: NDArray[np.int64], min_lengths: NDArray[np.int32], max_lengths: NDArray[np.int32]
     ) -> NDArray[np.bool_]:
-        """Return (R,) bool: whether sampling may differ between `least` and `most` (R,) generated tokens."""
-        return self._rules.depends_on_length(rows, least, most)
+        """Return (R,) bool: whether sampling may differ between `min_lengths` and `max_lengths` (R,) generated
+        tokens.
+        """
+        return self._rules.depends_on_length(rows, min_lengths, max_lengths)
 
     def is_plain(self, rows: NDArray[np.int64], num_output_tokens: NDArray[np.int64]) -> bool:
         """Return whether these requests have no token rules, penalties or log probabilities.

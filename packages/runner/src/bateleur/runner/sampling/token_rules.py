@@ -128,11 +128,13 @@ class TokenRules:
         return bool(self._biased[rows].any())
 
     def depends_on_length(
-        self, rows: NDArray[np.int64], least: NDArray[np.int32], most: NDArray[np.int32]
+        self, rows: NDArray[np.int64], min_lengths: NDArray[np.int32], max_lengths: NDArray[np.int32]
     ) -> NDArray[np.bool_]:
-        """Return (R,) bool: whether the rules may differ between `least` and `most` (R,) generated tokens."""
+        """Return (R,) bool: whether the rules may differ between `min_lengths` and `max_lengths` (R,) generated
+        tokens.
+        """
         needed = self._min_tokens[rows]
-        return (least < needed) & (needed <= most)
+        return (min_lengths < needed) & (needed <= max_lengths)
 
     def count(self, rows: NDArray[np.int64], token_ids: Tensor) -> None:
         """Append emitted tokens for bad words. token_ids: (R, J) int64 on the device, -1 for no token."""

@@ -208,8 +208,8 @@ class Scheduler:
             prompts = _NO_PROMPTS if batch.all_decode else t.prefill_len[rows]
             self.states.allocate_blocks(rows, batch.num_computed, lens, n, prompts, uncertain if in_flight else None)
         # Until the outcome is known, all drafts count as accepted. A row that samples knows the next token, too.
-        t.num_computed[rows] = reach = batch.num_computed + lens
-        t.num_tokens[rows] = reach + 1 if batch.all_decode else np.maximum(t.num_tokens[rows], reach + 1)
+        t.num_computed[rows] = num_computed = batch.num_computed + lens
+        t.num_tokens[rows] = num_computed + 1 if batch.all_decode else np.maximum(t.num_tokens[rows], num_computed + 1)
         t.num_uncertain[rows[:n]] += lens[:n] - 1
         return batch
 

@@ -41,9 +41,9 @@ _NO_STEP = cast(Execution[StepContext], None)
 
 @dataclass(frozen=True, slots=True)
 class _HeadStep(LayerStep):
-    """Arguments of one pass of a head. reach: attention over the head's own caches."""
+    """Arguments of one pass of a head. own_attention: attention over the head's own caches."""
 
-    reach: Attend
+    own_attention: Attend
 
     @property
     def fuses_rotary(self) -> bool:
@@ -58,7 +58,7 @@ class _HeadStep(LayerStep):
     def attend(self, run: Callable[..., Tensor], index: int, *tensors: Tensor) -> Tensor:
         """Return the attention of layer `index` over the head's caches: (T, query heads, head size)."""
         q, k, v = tensors
-        return self.reach(index, q, k, v)
+        return self.own_attention(index, q, k, v)
 
 
 class MtpHead:

@@ -143,18 +143,18 @@ class Grammars:
         self._vocabulary_lock = Lock()
 
     def matcher(
-        self, params: StructuredOutputsParams, stop_token_ids: Collection[int], *, tried: bool = False
+        self, params: StructuredOutputsParams, stop_token_ids: Collection[int], *, already_compiled: bool = False
     ) -> Matcher:
         """Return a matcher for a new request that ends at `stop_token_ids`.
 
-        tried: whether another process has already compiled the grammar, so that it is known to be valid.
+        already_compiled: whether another process has already compiled the grammar, so that it is known to be valid.
         Raises ValueError that names the form and the error, and MissingExtra without the extra.
         """
         vocabulary = self.prepare()
         name = f"structured_outputs.{params.form}"
         try:
             source = grammar_source(params, self._tag_tokens)
-            return Matcher(self._grammar(vocabulary, source, tried=tried), stop_token_ids)
+            return Matcher(self._grammar(vocabulary, source, already_compiled=already_compiled), stop_token_ids)
         except ValueError as error:
             raise ValueError(f"{name} is {shown(getattr(params, params.form))}; {error}") from error
 
@@ -166,12 +166,12 @@ class Grammars:
                 self._vocabulary = Vocabulary(self._tokenizer, self._vocab_size, sorted(self._eos_token_ids))
             return self._vocabulary
 
-    def _grammar(self, vocabulary: Vocabulary, source: str, *, tried: bool) -> CompiledGrammar:
+    def _grammar(self, vocabulary: Vocabulary, source: str, *, already_compiled: bool) -> CompiledGrammar:
         with self._lock:
             if (found := self._cache.get(source)) is not None:
                 self._cache.move_to_end(source)
                 return found
-        if not tried and (error := _TRIALS.error(source, self._vocab_size)):
+        if not already_compiled and (error := _COMPILERS.error(source, self._vocab_size)):
             raise ValueError(error_line(error))
         made = CompiledGrammar(vocabulary, self._eos_token_ids, source)
         with self._lock:
@@ -181,8 +181,8 @@ class Grammars:
         return made
 
 
-_TRIALS = GrammarCompilers()
-atexit.register(_TRIALS.close)
+_COMPILERS = GrammarCompilers()
+atexit.register(_COMPILERS.close)
 
 
 def _check(parser: LLMatcher) -> None:

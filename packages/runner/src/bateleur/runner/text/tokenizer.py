@@ -55,12 +55,12 @@ def special_token_ids(tokenizer: Tokenizer) -> frozenset[int]:
 
 
 def bad_words_token_ids(
-    words: Sequence[str], tokenizer: Tokenizer, vocab_size: int, most: int
+    words: Sequence[str], tokenizer: Tokenizer, vocab_size: int, max_tokens: int
 ) -> tuple[tuple[int, ...], ...]:
     """Return the token ids of each word at the start of a text and after a space.
 
     Leading white space of a word is ignored; a word of white space only is taken unchanged. Sequences longer than
-    `most`, the tokens that the request can generate, are left out.
+    `max_tokens`, the tokens that the request can generate, are left out.
 
     Raises ValueError, naming the word, if it has no tokens, or one that the model does not have.
     """
@@ -77,6 +77,6 @@ def bad_words_token_ids(
                 raise ValueError(
                     f"bad_words[{index}] is {word!r}, whose token is {unknown[0]}; the model has {vocab_size} tokens"
                 )
-            if len(ids) <= most:
+            if len(ids) <= max_tokens:
                 found[ids] = None
     return tuple(found)

@@ -107,21 +107,21 @@ COMMON: dict[str, Field] = {
 
 
 def split(
-    body: Mapping[str, Any], known: Mapping[str, Field], *, strict: bool = False
+    body: Mapping[str, Any], fields: Mapping[str, Field], *, strict: bool = False
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Split a body into the checked fields of `known` and the fields of `SamplingParams`.
+    """Split a body into the checked fields of `fields` and the fields of `SamplingParams`.
 
     A null counts as absent. Unknown fields are logged once and ignored, or rejected if `strict`. Raises ValueError that
     names the field for an invalid value.
     """
     given = {name: value for name, value in mapping("the body", body).items() if value is not None}
-    given = drop_unsupported(REFUSED, given, keep=known)
-    sampling = {*sampling_names(), *SAMPLING} - known.keys()
-    if unknown := given.keys() - known.keys() - sampling - IGNORED.keys():
+    given = drop_unsupported(REFUSED, given, keep=fields)
+    sampling = {*sampling_names(), *SAMPLING} - fields.keys()
+    if unknown := given.keys() - fields.keys() - sampling - IGNORED.keys():
         report_unknown(unknown, strict=strict)
     own = {
         name: field.check(name, as_integer(given[name]) if field.kind == "integer" else given[name])
-        for name, field in known.items()
+        for name, field in fields.items()
         if name in given
     }
     if own.get("stream_options") and not own.get("stream"):

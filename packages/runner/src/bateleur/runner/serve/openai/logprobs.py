@@ -1,7 +1,8 @@
 """Log probabilities in the forms of OpenAI's completions and chat completions, and vLLM's prompt logprobs.
 
-token_ids: tokens of a reply or chunk. known: for each token, the log probabilities at its position, including its own.
-most: number of most likely tokens to report, -1 for all.
+token_ids: tokens of a reply or chunk. logprobs: for each token, the log probabilities at its position, including its
+own.
+num_top: number of most likely tokens to report, -1 for all.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from bateleur.runner.outputs import Logprob
 
 def completion_logprobs(
     token_ids: Sequence[int],
-    known: Sequence[Mapping[int, Logprob] | None],
-    most: int,
+    logprobs: Sequence[Mapping[int, Logprob] | None],
+    num_top: int,
     *,
     offset: int = 0,
     beginning: str = "",
@@ -23,56 +24,56 @@ def completion_logprobs(
 ) -> dict[str, Any]:
     """Return `logprobs` of `/v1/completions`: the most likely tokens, and the token itself.
 
-    known: log probabilities at each position; None for the first token of a prompt, whose text is `beginning`. offset:
-    characters before the first token.
+    logprobs: log probabilities at each position; None for the first token of a prompt, whose text is `beginning`.
+    offset: characters before the first token.
     as_ids: write tokens as token_id:ID.
     """
     tokens: list[str] = []
     chosen: list[float | None] = []
     likely: list[dict[str, float] | None] = []
     offsets: list[int] = []
-    for token, position in zip(token_ids, known, strict=True):
+    for token, position in zip(token_ids, logprobs, strict=True):
         offsets.append(offset)
         text = beginning if position is None else _text(position[token])
         tokens.append(_id_name(token) if as_ids else text)
         chosen.append(None if position is None else _finite(position[token]))
-        likely.append(None if position is None else _top_logprobs(position, token, most, as_ids))
+        likely.append(None if position is None else _top_logprobs(position, token, num_top, as_ids))
         offset += len(text)
     return {"tokens": tokens, "token_logprobs": chosen, "top_logprobs": likely, "text_offset": offsets}
 
 
-def _top_logprobs(position: Mapping[int, Logprob], token: int, most: int, as_ids: bool) -> dict[str, float]:
+def _top_logprobs(position: Mapping[int, Logprob], token: int, num_top: int, as_ids: bool) -> dict[str, float]:
     """Return log probabilities by the text of the token, or by its bytes if it is a part of a character.
 
     Of tokens with equal text, the most likely one counts.
     """
     entry: dict[str, float] = {}
     for i, each in enumerate(sorted(position, key=lambda each: position[each].rank)):
-        if i < most or most < 0 or each == token:
+        if i < num_top or num_top < 0 or each == token:
             name = _text(position[each]) if each == token else _name(position[each])
             entry.setdefault(_id_name(each) if as_ids else name, _finite(position[each]))
     return entry
 
 
 def chat_logprobs(
-    token_ids: Sequence[int], known: Sequence[Mapping[int, Logprob]], most: int, *, as_ids: bool = False
+    token_ids: Sequence[int], logprobs: Sequence[Mapping[int, Logprob]], num_top: int, *, as_ids: bool = False
 ) -> dict[str, Any]:
-    """Return `logprobs` of `/v1/chat/completions`. known: log probabilities at each of `token_ids`.
+    """Return `logprobs` of `/v1/chat/completions`. logprobs: log probabilities at each of `token_ids`.
 
-    most: number of most likely tokens to report, -1 for all. as_ids: write tokens as token_id:ID.
+    num_top: number of most likely tokens to report, -1 for all. as_ids: write tokens as token_id:ID.
     """
 
     def entry(token: int, position: Mapping[int, Logprob]) -> dict[str, Any]:
-        return _told(position[token]) | ({"token": _id_name(token)} if as_ids else {})
+        return _logprob_fields(position[token]) | ({"token": _id_name(token)} if as_ids else {})
 
     content = []
-    for token, position in zip(token_ids, known, strict=True):
-        ranked = sorted(position, key=lambda each: position[each].rank)[: None if most < 0 else most]
+    for token, position in zip(token_ids, logprobs, strict=True):
+        ranked = sorted(position, key=lambda each: position[each].rank)[: None if num_top < 0 else num_top]
         content.append(entry(token, position) | {"top_logprobs": [entry(each, position) for each in ranked]})
     return {"content": content}
 
 
-def prompt_logprobs(known: Sequence[Mapping[int, Logprob] | None]) -> list[dict[str, Any] | None]:
+def prompt_logprobs(logprobs: Sequence[Mapping[int, Logprob] | None]) -> list[dict[str, Any] | None]:
     """Return `prompt_logprobs` in vLLM's form, by token id; None for the first token."""
     return [
         None
@@ -81,13 +82,13 @@ def prompt_logprobs(known: Sequence[Mapping[int, Logprob] | None]) -> list[dict[
             str(token): {"logprob": _finite(each), "rank": each.rank, "decoded_token": each.decoded_token}
             for token, each in position.items()
         }
-        for position in known
+        for position in logprobs
     ]
 
 
-def _told(known: Logprob) -> dict[str, Any]:
-    data = known.token_bytes or _text(known).encode("utf-8", "replace")
-    return {"token": _text(known), "logprob": _finite(known), "bytes": list(data)}
+def _logprob_fields(logprobs: Logprob) -> dict[str, Any]:
+    data = logprobs.token_bytes or _text(logprobs).encode("utf-8", "replace")
+    return {"token": _text(logprobs), "logprob": _finite(logprobs), "bytes": list(data)}
 
 
 def _id_name(token: int) -> str:
@@ -95,15 +96,15 @@ def _id_name(token: int) -> str:
     return f"token_id:{token}"
 
 
-def _text(known: Logprob) -> str:
-    return known.decoded_token or ""
+def _text(logprobs: Logprob) -> str:
+    return logprobs.decoded_token or ""
 
 
-def _name(known: Logprob) -> str:
+def _name(logprobs: Logprob) -> str:
     """Return the text of a token, or its bytes in OpenAI's notation if it has no text."""
-    return known.decoded_token or "".join(["bytes:", *(f"\\x{byte:02x}" for byte in known.token_bytes)])
+    return logprobs.decoded_token or "".join(["bytes:", *(f"\\x{byte:02x}" for byte in logprobs.token_bytes)])
 
 
-def _finite(known: Logprob) -> float:
+def _finite(logprobs: Logprob) -> float:
     """Return the log probability, at least -9999.0 as in vLLM, because JSON has no infinity."""
-    return max(known.logprob, -9999.0)
+    return max(logprobs.logprob, -9999.0)

@@ -57,45 +57,45 @@ def tools(value: Any, *, strict: bool = False) -> tuple[dict[str, Any], ...]:
     return tuple(functions.values())
 
 
-def tool_choice(value: Any, known: Tools) -> ToolChoice:
+def tool_choice(value: Any, tools: Tools) -> ToolChoice:
     """Parse `tool_choice`. The default is auto with tools and none without."""
-    if value is None or (value == "auto" and not known):
-        return "auto" if known else "none"
+    if value is None or (value == "auto" and not tools):
+        return "auto" if tools else "none"
     if value == "none":
         return "none"
     if isinstance(value, dict) and value.get("type") == "function":
         called = text("tool_choice.function.name", mapping("tool_choice.function", value.get("function")).get("name"))
-        names = [each["function"]["name"] for each in known]
+        names = [each["function"]["name"] for each in tools]
         if called not in names:
             refuse("tool_choice.function.name", called, f"one of the tools: {shown(names)}")
         return NamedTool(called)
     if value not in ("auto", "required"):
         refuse("tool_choice", value, "none, auto, required, or {type: function, function: {name: ...}}")
-    if not known:
+    if not tools:
         refuse("tool_choice", value, "absent without tools")
     return "auto" if value == "auto" else "required"
 
 
-def allowed_tools(choice: Any, known: tuple[dict[str, Any], ...]) -> tuple[Any, tuple[dict[str, Any], ...]]:
+def allowed_tools(choice: Any, tools: tuple[dict[str, Any], ...]) -> tuple[Any, tuple[dict[str, Any], ...]]:
     """Return mode and tools of a choice of type allowed_tools; return other choices and all tools unchanged."""
     if not isinstance(choice, Mapping) or choice.get("type") != "allowed_tools":
-        return choice, known
+        return choice, tools
     name = "tool_choice.allowed_tools"
     allowed = mapping(name, choice.get("allowed_tools"))
-    tools = allowed.get("tools") or []
-    if not isinstance(tools, list):
-        refuse(f"{name}.tools", tools, "a list of tools")
-    functions = [mapping(f"{name}.tools", each).get("function") for each in tools]
+    given = allowed.get("tools") or []
+    if not isinstance(given, list):
+        refuse(f"{name}.tools", given, "a list of tools")
+    functions = [mapping(f"{name}.tools", each).get("function") for each in given]
     names = [mapping(f"{name}.tools.function", each).get("name") for each in functions]
-    return allowed.get("mode", "auto"), tuple(each for each in known if each["function"]["name"] in names)
+    return allowed.get("mode", "auto"), tuple(each for each in tools if each["function"]["name"] in names)
 
 
-def forced_schema(choice: ToolChoice, known: Tools, *, parallel: bool) -> dict[str, Any] | None:
+def forced_schema(choice: ToolChoice, tools: Tools, *, parallel: bool) -> dict[str, Any] | None:
     """Return the JSON schema of an answer with a forced call; None if no call is forced.
 
     The answer is the arguments of the named tool, or a list of calls, with one call unless `parallel`.
     """
-    functions = [each["function"] for each in known]
+    functions = [each["function"] for each in tools]
     if isinstance(choice, NamedTool):
         return next(_arguments(each) for each in functions if each["name"] == choice.name)
     if choice != "required":
@@ -136,13 +136,13 @@ def _arguments(function: Mapping[str, Any]) -> dict[str, Any]:
     return {"type": "object", **standard_types(parameters)}
 
 
-def _moved(schema: Any, place: str) -> Any:
+def _moved(schema: Any, prefix: str) -> Any:
     """Return a schema that is moved to another JSON pointer: its local references are adjusted."""
     if isinstance(schema, list):
-        return [_moved(each, place) for each in schema]
+        return [_moved(each, prefix) for each in schema]
     if not isinstance(schema, dict):
         return schema
-    moved = {key: _moved(each, place) for key, each in schema.items()}
+    moved = {key: _moved(each, prefix) for key, each in schema.items()}
     if isinstance(reference := schema.get("$ref"), str) and reference.startswith("#"):
-        moved["$ref"] = place + reference[1:]
+        moved["$ref"] = prefix + reference[1:]
     return moved
