@@ -191,7 +191,7 @@ class Recurrence(ABC):
 
     @abstractmethod
     def fold(
-        self, params: Tensors, conv: Tensor, state: State, request_conv: Tensor, ring: Tensors, at: FoldBatch
+        self, params: Tensors, conv: Tensor, state: State, request_conv: Tensor, ring: Tensors, batch: FoldBatch
     ) -> None:
         """Update saved states with the first `counts` entries of their rings, in several layers at once.
 
@@ -202,7 +202,7 @@ class Recurrence(ABC):
             params, state, ring: as in `replay`, with a leading dimension of layers.
             conv: (layers, slots, W - 1, conv_dim).
             request_conv: (layers, rows, W - 1 + K, conv_dim).
-            at: requests to fold, with their slots and rings.
+            batch: requests to fold, with their slots and rings.
         """
 
     # --- derived sizes --------------------------------------------------------------------------------------

@@ -30,12 +30,14 @@ class Tokens:
     channels: Tensor
     gates: Tensors
 
-    def of(self, index: Tensor, junk: int = 0) -> Tokens:
-        """Return the tokens `index`, laid out as strided views of one projection. `junk` tokens of NaN follow."""
+    def of(self, index: Tensor, placeholder: int = 0) -> Tokens:
+        """Return the tokens `index`, laid out as strided views of one projection. `placeholder` tokens of NaN
+        follow.
+        """
         count, device = len(index), self.channels.device
         parts = [self.channels, *(gate.flatten(1) for gate in self.gates)]
         dtype, sizes = self.channels.dtype, [part.shape[1] for part in parts]
-        wide = torch.full((count + junk, sum(sizes) + 2 * _MARGIN), torch.nan, dtype=dtype, device=device)
+        wide = torch.full((count + placeholder, sum(sizes) + 2 * _MARGIN), torch.nan, dtype=dtype, device=device)
         views = wide[:, _MARGIN:-_MARGIN].split(sizes, 1)
         for view, part in zip(views, parts, strict=True):
             view[:count] = part[index]
@@ -103,33 +105,35 @@ class RecurrenceCase:
         """Count a call of the operator `name`."""
         self.calls[name] = self.calls.get(name, 0) + 1
 
-    def close(self, got: Tensor, want: Tensor, what: str, part: str = "") -> None:
+    def close(self, actual: Tensor, expected: Tensor, what: str, part: str = "") -> None:
         """Raise ConformanceError if |got - want| > tolerance * (1 + |want|) for some entry."""
-        if got.shape != want.shape:
-            raise broken(f"{what} has the shape {tuple(got.shape)}; it must be {tuple(want.shape)}", part)
-        found = got.double().cpu()
-        bad = ~((found - want).abs() <= self.tolerance * (1 + want.abs()))
+        if actual.shape != expected.shape:
+            raise broken(f"{what} has the shape {tuple(actual.shape)}; it must be {tuple(expected.shape)}", part)
+        found = actual.double().cpu()
+        bad = ~((found - expected).abs() <= self.tolerance * (1 + expected.abs()))
         if bad.any():
             at = tuple(bad.nonzero()[0].tolist())
-            raise broken(f"{what} is {float(found[at]):.6g} at {at}; it must be {float(want[at]):.6g}", part)
+            raise broken(f"{what} is {float(found[at]):.6g} at {at}; it must be {float(expected[at]):.6g}", part)
 
-    def outputs(self, y: Tensor, want: Sequence[Tensor], what: str) -> None:
-        """Check shape and dtype of an operator's output, and compare its leading tokens with `want`."""
+    def outputs(self, y: Tensor, expected: Sequence[Tensor], what: str) -> None:
+        """Check shape and dtype of an operator's output, and compare its leading tokens with `expected`."""
         shape = (len(y), *self.spec.output_shape)
         if tuple(y.shape) != shape or y.dtype != self.spec.conv_dtype:
             raise broken(f"{what} returns {y.dtype} {tuple(y.shape)}; it must be {self.spec.conv_dtype} {shape}")
-        self.compared += len(want)
-        if want:
-            self.close(y[: len(want)], torch.stack(list(want)), f"the output of {what}")
+        self.compared += len(expected)
+        if expected:
+            self.close(y[: len(expected)], torch.stack(list(expected)), f"the output of {what}")
 
 
-def require_unchanged(before: Tensor | None, after: Tensor | None, but: Tensor, what: str) -> None:
-    """Raise ConformanceError if an entry of dimension 0 (state slot or ring) changed, except 0 and indices `but`."""
+def require_unchanged(before: Tensor | None, after: Tensor | None, except_slots: Tensor, what: str) -> None:
+    """Raise ConformanceError if an entry of dimension 0 (state slot or ring) changed, except 0 and indices
+    `except_slots`.
+    """
     if before is None or after is None:
         return
     equal = (before == after) | (before.isnan() & after.isnan())
     changed = ~equal.flatten(1).all(1)
-    changed[but.long()] = False
+    changed[except_slots.long()] = False
     changed[0] = False
     if changed.any():
         raise broken(f"{what} {int(changed.nonzero()[0])} changed; the operator must not write there")

@@ -35,14 +35,16 @@ class _Request:
 def check_rings(problem: RecurrenceCase, drafts: int, capacity: int) -> None:
     """Run steps until rings of every length and every number of accepted tokens occurred."""
     run = _Run(problem, drafts, capacity)
-    todo = {f"{a} of {q}" for q in range(1, 2 + drafts) for a in range(1, 1 + q)}
-    todo |= {f"fill {n}" for n in range(capacity)} | {"in place", "elsewhere"} | ({"boundary"} if drafts else set())
+    operations = {f"{a} of {q}" for q in range(1, 2 + drafts) for a in range(1, 1 + q)}
+    operations |= (
+        {f"fill {n}" for n in range(capacity)} | {"in place", "elsewhere"} | ({"boundary"} if drafts else set())
+    )
     least = _LEAST_STEPS if drafts else 0
     for done in range(_MOST_STEPS):
-        if not todo and done >= least:
+        if not operations and done >= least:
             return
-        todo -= run.step(todo)
-    raise AssertionError(f"after {_MOST_STEPS} steps these did not occur: {todo}")
+        operations -= run.step(operations)
+    raise AssertionError(f"after {_MOST_STEPS} steps these did not occur: {operations}")
 
 
 class _Run:
@@ -73,52 +75,56 @@ class _Run:
                 for layer in range(_LAYERS)
             ]
 
-    def step(self, todo: set[str]) -> set[str]:
-        """Run a step of random requests and a padded row; return the cases of `todo` (to be tested) that occurred."""
+    def step(self, operations: set[str]) -> set[str]:
+        """Run a step of random requests and a padded row; return the cases of `operations` (to be tested) that
+        occurred.
+        """
         rng = self.rng
-        who = rng.sample(self.requests, rng.randint(2, _REQUESTS))
-        counts = [self._counts(request, todo) for request in who]
-        done = {f"{a} of {q}" for q, a in counts} | {f"fill {request.length}" for request in who}
+        requests = rng.sample(self.requests, rng.randint(2, _REQUESTS))
+        counts = [self._counts(request, operations) for request in requests]
+        done = {f"{a} of {q}" for q, a in counts} | {f"fill {request.length}" for request in requests}
         lens = [q for q, _ in counts]
         tokens = self.problem.tokens(sum(lens))
-        rows = self._rows(who, lens)
+        rows = self._rows(requests, lens)
         check_aliases(rows)
         for layer in range(_LAYERS):
-            self._replay(layer, who, lens, tokens, rows)
-        for request, (q, a) in zip(who, counts, strict=True):
+            self._replay(layer, requests, lens, tokens, rows)
+        for request, (q, a) in zip(requests, counts, strict=True):
             for states in request.states:
                 del states[len(states) - q + a :]
             self._spoil(request, request.length, request.length + q - a)  # rejected entries must not be read
-        return done | self._fold(who, [a for _, a in counts])
+        return done | self._fold(requests, [a for _, a in counts])
 
-    def _counts(self, request: _Request, todo: set[str]) -> tuple[int, int]:
+    def _counts(self, request: _Request, operations: set[str]) -> tuple[int, int]:
         """Return how many tokens the request's next step has (they fit into the ring), and how many are accepted."""
         most = min(1 + self.drafts, self.capacity - request.length)
         pairs = [(q, a) for q in range(1, 1 + most) for a in range(1, 1 + q)]
-        wanted = [(q, a) for q, a in pairs if f"{a} of {q}" in todo]
+        wanted = [(q, a) for q, a in pairs if f"{a} of {q}" in operations]
         return self.rng.choice(wanted if wanted and self.rng.random() < 0.7 else pairs)
 
-    def _rows(self, who: list[_Request], lens: list[int]) -> MambaMetadata:
+    def _rows(self, requests: list[_Request], lens: list[int]) -> MambaMetadata:
         def ints(*values: int) -> Tensor:
             return torch.tensor([*values, 0], device=self.problem.device)
 
-        none = ints(*[0] * len(who))
-        starts, fills = ints(*[r.base for r in who]), ints(*[r.length for r in who])
-        plan = ReplayPlan(ints(*[r.slot for r in who]), none, starts, fills, none)
+        none = ints(*[0] * len(requests))
+        starts, fills = ints(*[r.base for r in requests]), ints(*[r.length for r in requests])
+        plan = ReplayPlan(ints(*[r.slot for r in requests]), none, starts, fills, none)
         longest = 1 if max(lens) == 1 else 1 + self.drafts
-        return decode_rows([*lens, 0], longest, plan, self.problem.device, ints(*[r.row for r in who]))
+        return decode_rows([*lens, 0], longest, plan, self.problem.device, ints(*[r.row for r in requests]))
 
-    def _replay(self, layer: int, who: list[_Request], lens: list[int], tokens: Tokens, rows: MambaMetadata) -> None:
+    def _replay(
+        self, layer: int, requests: list[_Request], lens: list[int], tokens: Tokens, rows: MambaMetadata
+    ) -> None:
         """Run `replay`, compare outputs, and check that only the ring entries of the tokens changed."""
         problem, outputs, first = self.problem, [], 0
-        given = tokens.of(torch.arange(sum(lens)), junk=1)
+        given = tokens.of(torch.arange(sum(lens)), placeholder=1)
         state = None if self.state is None else self.state[layer]
         ring = tuple(each[layer] for each in self.ring)
         before = tuple(each.clone() for each in (*ring, *(() if state is None else (state,))))
         y = problem.spec.replay(self.params[layer], given.channels, given.gates, state, ring, rows)
         problem.called("replay")
-        what = f"a replay of {lens} tokens over rings of {[request.length for request in who]}"
-        for request, n in zip(who, lens, strict=True):
+        what = f"a replay of {lens} tokens over rings of {[request.length for request in requests]}"
+        for request, n in zip(requests, lens, strict=True):
             index = range(first, first + n)
             done, states = problem.run(self.params[layer], tokens, index, request.states[layer][-1])
             outputs += done
@@ -129,7 +135,7 @@ class _Run:
         if state is not None:
             require_unchanged(before[-1], state, nobody, f"{what}: slot")
         for was, now, entry in zip(before, ring, problem.spec.ring_entry, strict=False):
-            for request, n in zip(who, lens, strict=True):
+            for request, n in zip(requests, lens, strict=True):
                 at = self._places(request, request.length - n, request.length)
                 if now[request.row][at].isnan().any():
                     raise broken(f"{what}: {entry.name} of a token is not in the ring, or is NaN")
@@ -144,11 +150,11 @@ class _Run:
         for each in self.ring:
             each[:, request.row, self._places(request, first, end)] = torch.nan
 
-    def _fold(self, who: list[_Request], accepted: list[int]) -> set[str]:
+    def _fold(self, requests: list[_Request], accepted: list[int]) -> set[str]:
         """Fold full rings and some others into saved states, completely or up to a block boundary."""
         done: set[str] = set()
         count, dst = [], []
-        for request, a in zip(who, accepted, strict=True):
+        for request, a in zip(requests, accepted, strict=True):
             full = request.length == self.capacity
             if not full and self.rng.random() < 0.85:
                 count.append(self.rng.randint(-3, 9))  # must be ignored
@@ -160,15 +166,15 @@ class _Run:
             dst.append(request.slot if stay else self.free.pop())
             done |= {"in place" if stay else "elsewhere"} | ({"boundary"} if inside else set())
         if any(dst) or self.rng.random() < 0.3:
-            self._call_fold(who, count, dst)
+            self._call_fold(requests, count, dst)
         return done
 
-    def _call_fold(self, who: list[_Request], count: list[int], dst: list[int]) -> None:
+    def _call_fold(self, requests: list[_Request], count: list[int], dst: list[int]) -> None:
         problem, device = self.problem, self.problem.device
         keep = self.conv.shape[2]
-        offset = [self.rng.randint(0, self.request_conv.shape[2] - keep) for _ in who]
+        offset = [self.rng.randint(0, self.request_conv.shape[2] - keep) for _ in requests]
         fields = (
-            [r.row for r in who], [r.base for r in who], count, [r.slot for r in who], dst, offset,
+            [r.row for r in requests], [r.base for r in requests], count, [r.slot for r in requests], dst, offset,
         )  # fmt: skip
         at = FoldBatch(*(torch.tensor(values, device=device) for values in fields))
         check_aliases(at)
@@ -184,7 +190,7 @@ class _Run:
                     require_unchanged(was[layer], now[layer], but, f"{what}: {'row of a ring' if ring else 'slot'}")
                 except ConformanceError as error:
                     raise broken(error.violations[0].text, "fold") from None
-        for request, n, slot, first in zip(who, count, dst, offset, strict=True):
+        for request, n, slot, first in zip(requests, count, dst, offset, strict=True):
             if slot:
                 self._check_page(request, n, slot, first, what)
 

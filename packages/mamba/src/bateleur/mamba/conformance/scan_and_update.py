@@ -36,7 +36,7 @@ def check_scan(problem: RecurrenceCase, prompt_scan: PromptScan = PromptScan.OWN
         chunks = chunker.split(starts, np.array(_COMPUTED, np.int32), _table(layout, problem.device))
         check_aliases(chunks, torch.tensor(read))
         state = None if initial is None else initial.clone()
-        given = tokens.of(torch.arange(starts[-1]), junk=2)
+        given = tokens.of(torch.arange(starts[-1]), placeholder=2)
         reads = torch.tensor(read, device=problem.device)
         y = problem.spec.scan(params, given.channels, given.gates, state, chunks, chunker.chunk_size, reads)
         problem.called("scan")

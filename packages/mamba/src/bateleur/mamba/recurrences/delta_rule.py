@@ -142,12 +142,12 @@ class DeltaRule(Recurrence):
         )  # fmt: skip
 
     def fold(
-        self, params: Tensors, conv: Tensor, state: State, request_conv: Tensor, ring: Tensors, at: FoldBatch
+        self, params: Tensors, conv: Tensor, state: State, request_conv: Tensor, ring: Tensors, batch: FoldBatch
     ) -> None:
         """Update saved states with ring entries of the delta rule, and copy conv windows, in several layers at once."""
         assert state is not None
         k, u, g = ring
-        delta_fold_ring(state, conv, request_conv, k, u, g, *at)
+        delta_fold_ring(state, conv, request_conv, k, u, g, *batch)
 
 
 @dataclass(frozen=True, slots=True)

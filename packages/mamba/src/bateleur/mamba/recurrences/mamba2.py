@@ -137,9 +137,9 @@ class Mamba2(Recurrence):
         )  # fmt: skip
 
     def fold(
-        self, params: Tensors, conv: Tensor, state: State, request_conv: Tensor, ring: Tensors, at: FoldBatch
+        self, params: Tensors, conv: Tensor, state: State, request_conv: Tensor, ring: Tensors, batch: FoldBatch
     ) -> None:
         """Update saved states with ring entries of Mamba-2, and copy conv windows, in several layers at once."""
         assert state is not None
         x, dt, B = ring
-        fold_ring(state, conv, request_conv, x, dt, B, params[0], *at)
+        fold_ring(state, conv, request_conv, x, dt, B, params[0], *batch)

@@ -85,7 +85,7 @@ class ShortConv(Recurrence):
         return channels
 
     def fold(
-        self, params: Tensors, conv: Tensor, state: State, request_conv: Tensor, ring: Tensors, at: FoldBatch
+        self, params: Tensors, conv: Tensor, state: State, request_conv: Tensor, ring: Tensors, batch: FoldBatch
     ) -> None:
         """Copy conv windows of running requests to state slots, in several layers at once."""
-        fold_window(conv, request_conv, at.ring_row, at.dst, at.page_offset)
+        fold_window(conv, request_conv, batch.ring_row, batch.dst, batch.page_offset)

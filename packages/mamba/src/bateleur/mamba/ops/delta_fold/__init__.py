@@ -44,18 +44,20 @@ def delta_fold_ring(
             return
         rows = torch.stack((ring_row, ring_start, count, src, dst, page_offset))
         ring_row, ring_start, count, src, dst, page_offset = rows[:, dst != 0]
-    at = ring_entries(ring_row, ring_start, count, ring_k.shape[2], (ring_k.shape[3], ring_u.shape[3]))
+    entries = ring_entries(ring_row, ring_start, count, ring_k.shape[2], (ring_k.shape[3], ring_u.shape[3]))
     copy_windows(conv_state, request_conv, ring_row, dst, page_offset)
     for states, k, u, g in zip(state, ring_k, ring_u, ring_g, strict=True):
-        _fold_layer(states, (k, u, g), at, src, dst)
+        _fold_layer(states, (k, u, g), entries, src, dst)
 
 
-def _fold_layer(state: Tensor, ring: tuple[Tensor, Tensor, Tensor], at: RingEntries, src: Tensor, dst: Tensor) -> None:
+def _fold_layer(
+    state: Tensor, ring: tuple[Tensor, Tensor, Tensor], entries: RingEntries, src: Tensor, dst: Tensor
+) -> None:
     """Decay the states over all ring entries, and add the outer product of each, decayed over the later entries."""
     (_, heads, lanes, size), (ring_k, ring_u, ring_g) = state.shape, ring
     dtype = compute_dtype(ring_u)
-    keys, factor, under = decayed_keys(ring_k, ring_g, at, dtype)
-    values = take(ring_u, at.values, at.missing, dtype).mul_(factor)
+    keys, factor, under = decayed_keys(ring_k, ring_g, entries, dtype)
+    values = take(ring_u, entries.values, entries.missing, dtype).mul_(factor)
     added = (values.flatten(0, 1).mT, of_heads(keys, heads).flatten(0, 1))
     a, b = (slot_range(src), slot_range(dst)) if is_in_place(state, dtype) else (None, None)
     if a is not None and b is not None and (a == b or a.stop <= b.start or b.stop <= a.start):

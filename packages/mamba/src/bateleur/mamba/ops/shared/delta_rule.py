@@ -81,22 +81,24 @@ def ring_entries(row: Tensor, start: Tensor, count: Tensor, capacity: int, heads
     return RingEntries(keys, values, None if full else missing)
 
 
-def take(ring: Tensor, at: Tensor, missing: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Return the entries (R, heads, L, size) of rings (rows, L, heads, ...) at `at`, zeros for missing ones."""
-    table = ring.view(ring.shape[0] * ring.shape[1] * at.shape[1], -1)
-    found: Tensor = torch.embedding(table, at).to(dtype)
+def take(ring: Tensor, entries: Tensor, missing: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Return the entries (R, heads, L, size) of rings (rows, L, heads, ...) at `entries`, zeros for missing ones."""
+    table = ring.view(ring.shape[0] * ring.shape[1] * entries.shape[1], -1)
+    found: Tensor = torch.embedding(table, entries).to(dtype)
     return found if missing is None else found.masked_fill_(missing, 0)
 
 
-def decayed_keys(ring_k: Tensor, ring_g: Tensor, at: RingEntries, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+def decayed_keys(
+    ring_k: Tensor, ring_g: Tensor, entries: RingEntries, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return two factors and a decay.
 
     The decayed keys of the L ring entries are the product of both factors, (R, G or H, L, Dk) and (R, H, L, 1): each
     key times the decays of the entries after it. The decay of the saved state is (R, H, 1, 1 or Dk).
     """
-    keys, heads = take(ring_k, at.keys, at.missing, dtype), at.values.shape[1]
+    keys, heads = take(ring_k, entries.keys, entries.missing, dtype), entries.values.shape[1]
     factor = of_heads(inverse_length(keys), heads)
-    left = take(ring_g, at.values, at.missing, dtype).cumsum(2).exp_()
+    left = take(ring_g, entries.values, entries.missing, dtype).cumsum(2).exp_()
     if left.shape[3] > 1:
         keys = of_heads(keys, heads)
     if (older := keys.shape[2] - 1) > 0:  # each entry decays by the g of the later ones
