@@ -29,7 +29,7 @@ class Model(TagModel):
         self.grammars = Grammars(self.tokenizer, self.size, (self.end,))
 
     def matcher(self, params: StructuredOutputsParams) -> Matcher:
-        return self.grammars.matcher(params, {self.end}, tried=True)
+        return self.grammars.matcher(params, {self.end}, already_compiled=True)
 
     def allows(self, params: StructuredOutputsParams, text: str) -> bool:
         """Return whether the whole text may be written and ended."""
