@@ -17,6 +17,7 @@ from bateleur.runner.models.quantized import Layout, QuantizedMatrix, Scheme
 
 triton = pytest.importorskip("triton", reason="triton is not installed")
 
+from bateleur.runner.models.kernels import _weight_tile, dequantized  # noqa: E402
 from bateleur.runner.models.kernels import quantized as kernels  # noqa: E402
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -72,9 +73,11 @@ def linear(x: Tensor, weight: QuantizedMatrix, bias: Tensor | None = None) -> Te
 
 
 @interpreted
+@pytest.mark.parametrize("many", [256, 4])
 @pytest.mark.parametrize("name", SCHEMES)
-def test_a_product_is_that_of_the_rounded_weights(name: str) -> None:
+def test_a_product_is_that_of_the_rounded_weights(name: str, many: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """With unit vectors as tokens the product is the matrix itself, bit for bit."""
+    monkeypatch.setattr(kernels, "_MANY", many)
     for rows, columns in ((70, 200), (17, 72)):
         weight = matrix(SCHEMES[name], rows, columns)
         for dtype in (torch.float32, torch.float16):
@@ -87,10 +90,34 @@ def test_a_product_is_that_of_the_rounded_weights(name: str) -> None:
 
 
 @interpreted
-def test_parts_of_columns_are_summed_in_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the tile, and whether one program does it or a kernel of its own. Sums of a part are exact here, since
-    the interpreter's own depend on the tile; the first and the third part cancel, and what they leave of the second
-    depends on the order.
+@pytest.mark.parametrize("workspace", [128 * 128, 1 << 20])
+def test_a_matrix_is_dequantised_whole_or_in_parts(workspace: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With several tiles of tokens, and a band of two tiles of rows and one of the last tile."""
+    options = dequantized.tile_options() | {"BAND": 2}
+    monkeypatch.setattr(kernels, "_MANY", 4)
+    monkeypatch.setattr(dequantized, "WORKSPACE", workspace)
+    monkeypatch.setattr(dequantized, "tile_options", lambda: options)
+    weight, bias, column = matrix(SCHEMES["I4 groups of 32"], 300, 72), torch.randn(300).half(), torch.arange(140) % 72
+    found = linear(torch.eye(72).half()[column], weight, bias)
+    assert torch.equal(found, (weight.dequantize().half().float().T[column] + bias.float()).half())
+
+
+@interpreted
+def test_both_conversions_of_e4m3_are_exact(monkeypatch: pytest.MonkeyPatch) -> None:
+    codes = torch.arange(256).byte()
+    codes[(codes & 0x7F) == 0x7F] = 0  # NaN
+    weight = replace(matrix(SCHEMES["F8 rows"], 2, 128), codes=codes.view(2, 128), scales=torch.ones(2, 1, dtype=bf16))
+    for native in (False, True):
+        monkeypatch.setattr(_weight_tile, "cuda_capability_geq", lambda *_, native=native: native)
+        assert torch.equal(linear(torch.eye(128), weight).T, codes.view(torch.float8_e4m3fn).float().view(2, 128))
+
+
+@interpreted
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_parts_of_columns_are_summed_in_their_order(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the tile, and whether a kernel of its own does it, the program of a tile, or that of dequantised
+    weights. Sums of a part are exact here, since the interpreter's own depend on the tile; the first and the third
+    part cancel, and what they leave of the second depends on the order.
     """
     monkeypatch.setattr(kernels, "_PART", 128)
     monkeypatch.setattr(kernels, "_FEW", 2)
@@ -101,15 +128,15 @@ def test_parts_of_columns_are_summed_in_their_order(monkeypatch: pytest.MonkeyPa
     codes = torch.randint(1, 16, (40, 512)).to(torch.uint8)
     codes[:, 256:384] = 16 - codes[:, :128]
     weight.codes.copy_(codes[:, ::2] | codes[:, 1::2] << 4)
-    x, bias = torch.randint(-3, 4, (21, 512)).half(), torch.randn(40).half()
+    x, bias = torch.randint(-3, 4, (21, 512)).to(dtype), torch.randn(40).to(dtype)
     x[:, 256:384] = x[:, :128]
     whole = linear(x, weight, bias)
     for few in (1, 2, 3, 20):
         assert torch.equal(linear(x[:few], weight, bias), whole[:few])
     cut = (each.view(-1, 4, 128).transpose(0, 1) for each in (x.float(), weight.dequantize()))
     parts = torch.einsum("ptk,pnk->ptn", *cut)
-    assert torch.equal(whole, (((parts[0] + parts[1]) + parts[2]) + parts[3] + bias.float()).half())
-    assert not torch.equal(whole, (((parts[0] + parts[2]) + parts[1]) + parts[3] + bias.float()).half())
+    assert torch.equal(whole, (((parts[0] + parts[1]) + parts[2]) + parts[3] + bias.float()).to(dtype))
+    assert not torch.equal(whole, (((parts[0] + parts[2]) + parts[1]) + parts[3] + bias.float()).to(dtype))
 
 
 @interpreted
@@ -160,10 +187,16 @@ def test_launches_compile_for_hopper(name: str, dtype: torch.dtype) -> None:
             for tokens in (8, 1024, 8192):
                 ends, x = torch.empty(8, dtype=torch.int32), torch.empty(tokens, 2048, dtype=dtype)
                 kernels.quantized_grouped(x, ends, list(experts.tensors().values()), scheme.key())
-    assert {each.name for each in found.kernels} >= {"linear_kernel", "sum_kernel"}
+    many = {"dequantize_kernel", "dense_kernel"} if dtype == torch.bfloat16 else set()
+    assert {each.name for each in found.kernels} == {"linear_kernel", "sum_kernel", *many} | (
+        set() if scheme.indexed else {"grouped_kernel"}
+    )
     for kernel in found.kernels:
         assert not (faults := faults_of(kernel)), (str(kernel), faults)
-        if dtype == torch.bfloat16 and kernel.name != "sum_kernel":
+        if kernel.name == "dense_kernel":
+            waits = [line.split()[-1] for line in kernel.sass if "WARPGROUP.DEPBAR" in line]
+            assert waits.count("0x1") == 1, "products of tiles overlap"
+        if dtype == torch.bfloat16 and kernel.name not in ("sum_kernel", "dequantize_kernel"):
             assert kernel.instructions["wgmma"], f"{kernel}: every tile has the instructions of the others"
 
 

@@ -2,7 +2,8 @@
 
 A product is computed as W x^T: the 64 rows of a tensor core instruction are rows of W for any number of tokens. The
 columns of W are cut into parts, whose sizes depend on W alone. The sums of parts are added in order: by `sum_kernel`
-for few tokens, in one program for many. So the bits of a token do not depend on other tokens.
+for few tokens, in one program for many, and by `kernels.dequantized` for many in half precision. So the bits of a token
+do not depend on other tokens.
 Legend: T tokens of a tile, N rows of W, K columns, G groups of columns with one scale each, E groups of rows of x.
 """
 
@@ -17,6 +18,8 @@ import triton
 import triton.language as tl
 
 from bateleur.metadata.dispatch import cdiv
+from bateleur.runner.models.kernels import dequantized
+from bateleur.runner.models.kernels._weight_tile import weight_tile
 from bateleur.runner.models.kernels.grouped import rows_of_tile
 from bateleur.runner.models.quantized import PACKED, QuantizedMatrix, Scheme
 
@@ -25,95 +28,7 @@ _PROGRAMS = 264  # programs to reach by cutting columns, if W has few rows: two 
 _PART = 512  # least columns of a part
 _BLOCK = 128  # columns of a tile
 _LEAST = 32  # average rows of x per expert; with fewer, tiles have 16 tokens
-_FEW, _MANY = 16, 256  # above these numbers of tokens, tiles have 64 tokens and 128 rows of W
-
-
-@triton.jit
-def e4m3(bits):
-    """Convert bits of e4m3 to float32 without the instruction that only some GPUs have."""
-    wide = bits.to(tl.int16)
-    half = ((wide & 0x80) << 8) | ((wide & 0x7F) << 7)
-    return half.to(tl.float16, bitcast=True).to(tl.float32) * 256.0
-
-
-@triton.jit
-def of_columns(row_N, k, first, group_K,
-    GROUPS: tl.constexpr, GROUP: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
-    """Load scales or zeros for a tile of columns `k` from the rows of a table (rows of W, groups of columns).
-
-    The result has one entry per row, per group or per column; `by_column` broadcasts it to columns. first: first
-    column.
-    GROUP: columns of a group; 0 reads the group of each column from group_K.
-    """
-    if GROUP == 0:
-        return tl.load(row_N[:, None] + group_K[None, :])
-    elif GROUP % BLOCK_K == 0:
-        return tl.load(row_N + first // GROUP)[:, None]
-    else:
-        g = first // GROUP + tl.arange(0, BLOCK_K // GROUP)
-        return tl.load(row_N[:, None] + g[None, :], mask=g[None, :] < GROUPS, other=0)
-
-
-@triton.jit
-def by_column(values_NK, table, GROUP: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Broadcast the result of `of_columns` to (N, K)."""
-    if GROUP == 0 or GROUP % BLOCK_K == 0:
-        return table + tl.zeros_like(values_NK)
-    else:
-        wide = tl.broadcast_to(table[:, :, None], [BLOCK_N, BLOCK_K // GROUP, GROUP])
-        return tl.reshape(wide, [BLOCK_N, BLOCK_K])
-
-
-@triton.jit
-def weight_tile(
-    codes_N, scales_N, zeros_N, factor_N1, index_ptr, first,
-    LAYOUT: tl.constexpr, DEPTH: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr,
-    WIDTH: tl.constexpr, START: tl.constexpr, INDEXED: tl.constexpr, DIVIDES: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
-    """Return dequantised weights (N, K) float32 of a tile of columns that begins at `first`.
-
-    Columns after the last have any finite values.
-    """
-    k = first + tl.arange(0, BLOCK_K)
-    if LAYOUT == "I4" or LAYOUT == "F4" or LAYOUT == "MX4":
-        at = first // 2 + tl.arange(0, BLOCK_K // 2)
-        raw = tl.load(codes_N[:, None] + at[None, :], mask=at[None, :] < (DEPTH + 1) // 2, other=0)
-        nibbles = tl.reshape(tl.join(raw & 15, raw >> 4), [BLOCK_N, BLOCK_K])
-    else:
-        raw = tl.load(codes_N[:, None] + k[None, :], mask=k[None, :] < DEPTH, other=0)
-    if LAYOUT == "F8":
-        w_NK = e4m3(raw)
-    elif LAYOUT == "I8":
-        w_NK = raw.to(tl.float32)
-    elif LAYOUT == "I4":
-        w_NK = nibbles.to(tl.float32)
-    else:
-        code = nibbles.to(tl.int16)
-        half = ((code & 8) << 12) | ((code & 7) << 9)
-        w_NK = half.to(tl.float16, bitcast=True).to(tl.float32) * 16384.0
-    group_K = tl.minimum((k + START) // WIDTH, GROUPS - 1)
-    if INDEXED:
-        group_K = tl.load(index_ptr + k, mask=k < DEPTH, other=0)
-    scale = of_columns(scales_N, k, first, group_K, GROUPS, GROUP, BLOCK_N, BLOCK_K)
-    if LAYOUT == "F4":
-        scale = e4m3(scale)
-        if DIVIDES:
-            scale = tl.div_rn(scale, factor_N1 + tl.zeros_like(scale))
-        else:
-            scale *= factor_N1
-    elif LAYOUT == "MX4":
-        exponent = scale.to(tl.int32)
-        scale = (tl.maximum(exponent << 1, 1) << 22).to(tl.float32, bitcast=True)  # 0 is 2^-127, a subnormal
-    else:
-        scale = scale.to(tl.float32)
-    if zeros_N is not None:
-        zero = of_columns(zeros_N, k, first, group_K, GROUPS, GROUP, BLOCK_N, BLOCK_K).to(tl.float32)
-        w_NK -= by_column(w_NK, zero, GROUP, BLOCK_N, BLOCK_K)
-    elif LAYOUT == "I4":
-        w_NK -= 8.0
-    return w_NK * by_column(w_NK, scale, GROUP, BLOCK_N, BLOCK_K)
+_FEW, _MANY = 16, 256  # above these numbers of tokens, tiles have 64 tokens, and `kernels.dequantized` is used
 
 
 @triton.jit
@@ -298,6 +213,9 @@ def quantized_linear(x, parts, scheme, bias):
     constants = _constants(kind, columns, groups)
     options = tile_options(tokens, x.dtype, constants["GROUP"])
     count, size = cut(rows, columns)
+    if tokens > _MANY and x.dtype != torch.float32:
+        dequantized.linear(x, matrix, constants, (count, size), bias, y)
+        return y
     apart = count > 1 and tokens <= _MANY
     into = x.new_empty(count, tokens, rows, dtype=torch.float32) if apart else y
     grid = cdiv(rows, options["BLOCK_N"]), cdiv(tokens, options["BLOCK_T"]), count if apart else 1

@@ -1,0 +1,153 @@
+"""Products of many tokens with quantised matrices: Triton kernels that dequantise a matrix once, then multiply.
+
+`kernels.quantized` dequantises a tile of W again for every tile of tokens, which takes longer than the product of a
+prompt. Sums are added in the order of that module, so a token has the same bits. Legend: see there.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from bateleur.metadata.dispatch import cdiv
+from bateleur.runner.models.kernels._weight_tile import weight_tile
+from bateleur.runner.models.quantized import QuantizedMatrix
+
+WORKSPACE = 1 << 27
+"""Largest number of weights that are dequantised at once: 256 MiB."""
+BLOCK = 64
+"""Columns of a tile; rows of dequantised weights are padded with zeros to a multiple."""
+
+
+@triton.jit
+def dequantize_kernel(
+    codes_ptr, scales_ptr, zeros_ptr, factors_ptr, index_ptr, w_ptr,
+    LAYOUT: tl.constexpr, ROWS: tl.constexpr, DEPTH: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr,
+    WIDTH: tl.constexpr, START: tl.constexpr, INDEXED: tl.constexpr, DIVIDES: tl.constexpr,
+    PADDED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Write a tile of dequantised weights to w (N, PADDED), with zeros after the last column.
+
+    Grid (tiles of rows, tiles of columns). Occupancy on sm_90: at least 4 blocks per SM.
+    """
+    n, first = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.program_id(1) * BLOCK_K
+    own, k = tl.minimum(n, ROWS - 1).to(tl.int64), first + tl.arange(0, BLOCK_K)
+    bytes_of_row: tl.constexpr = (DEPTH + 1) // 2 if LAYOUT == "I4" or LAYOUT == "F4" or LAYOUT == "MX4" else DEPTH
+    zeros_N, factor_N1 = None, None
+    if zeros_ptr is not None:
+        zeros_N = zeros_ptr + own * GROUPS
+    if factors_ptr is not None:
+        factor_N1 = tl.load(factors_ptr + own)[:, None]
+    w_NK = weight_tile(
+        codes_ptr + own * bytes_of_row, scales_ptr + own * GROUPS, zeros_N, factor_N1, index_ptr, first,
+        LAYOUT, DEPTH, GROUPS, GROUP, WIDTH, START, INDEXED, DIVIDES, BLOCK_N, BLOCK_K,
+    )  # fmt: skip
+    w_NK = tl.where(k[None, :] < DEPTH, w_NK, 0.0).to(w_ptr.dtype.element_ty)
+    tl.store(w_ptr + own[:, None] * PADDED + k[None, :], w_NK, mask=(n[:, None] < ROWS) & (k[None, :] < PADDED))
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def dense_kernel(
+    x_ptr, w_ptr, bias_ptr, y_ptr, num_tokens, x_row, y_row,
+    ROWS: tl.constexpr, DEPTH: tl.constexpr, PADDED: tl.constexpr, PARTS: tl.constexpr, PART: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_T: tl.constexpr, BAND: tl.constexpr,
+):  # fmt: skip
+    """Compute a tile of `x W^T + b` for dequantised w (N, PADDED). y: (T, N) with rows that are `y_row` apart.
+
+    Grid (tiles of rows x tiles of tokens): BAND tiles of rows for all tokens are consecutive, so that they stay in
+    the L2 cache. Both operands are in shared memory, so the next product starts before one ends, except at the end of
+    a part. Occupancy on sm_90: at least 1 blocks per SM.
+    """
+    tiles_n: tl.constexpr = (ROWS + BLOCK_N - 1) // BLOCK_N
+    band = BAND * tl.cdiv(num_tokens, BLOCK_T)
+    first_n = tl.program_id(0) // band * BAND
+    size = tl.minimum(tiles_n - first_n, BAND)
+    within = tl.program_id(0) % band
+    n = (first_n + within % size) * BLOCK_N + tl.arange(0, BLOCK_N)
+    t = within // size * BLOCK_T + tl.arange(0, BLOCK_T)
+    k, real_T, own = tl.arange(0, BLOCK_K), t < num_tokens, tl.minimum(n, ROWS - 1)
+    x_KT = x_ptr + tl.minimum(t, num_tokens - 1).to(tl.int64)[None, :] * x_row + k[:, None]
+    w_NK = w_ptr + own.to(tl.int64)[:, None] * PADDED + k[None, :]
+    sum_NT = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
+    part_NT = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
+    for first in range(0, DEPTH, BLOCK_K):
+        if DEPTH % BLOCK_K == 0:
+            tokens_KT = tl.load(x_KT + first)
+        else:
+            tokens_KT = tl.load(x_KT + first, mask=(first + k)[:, None] < DEPTH, other=0)
+        part_NT = tl.dot(tl.load(w_NK + first), tokens_KT, part_NT)
+        if PARTS > 1:  # noqa: SIM102  # a compile-time condition: one part needs no second accumulator
+            if (first + BLOCK_K) % PART == 0:
+                sum_NT += part_NT
+                part_NT = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
+    sum_NT += part_NT
+    if bias_ptr is not None:
+        sum_NT += tl.load(bias_ptr + own).to(tl.float32)[:, None]
+    y_NT = y_ptr + t.to(tl.int64)[None, :] * y_row + n[:, None]
+    tl.store(y_NT, sum_NT.to(y_ptr.dtype.element_ty), mask=(n[:, None] < ROWS) & real_T[None, :])
+
+
+def tile_options() -> dict[str, Any]:
+    """Return tile sizes and launch options of `dense_kernel`."""
+    return {
+        "BLOCK_N": 128,
+        "BLOCK_K": BLOCK,
+        "BLOCK_T": 128,
+        "BAND": 8,
+        "num_warps": 8,
+        "num_stages": 4,
+        "enable_fp_fusion": True,
+    }
+
+
+def dequantize(matrix: QuantizedMatrix, constants: Mapping[str, Any], into: Tensor) -> None:
+    """Write the weights of a matrix (N, K) to `into` (N, PADDED), with zeros after the last column.
+
+    constants: compile-time constants of `weight_tile`.
+    """
+    rows, padded = into.shape
+    block_k = 128 if constants["GROUP"] else 32  # loads of a scale for each column take registers
+    dequantize_kernel[cdiv(rows, 64), cdiv(padded, block_k)](
+        matrix.codes, matrix.scales, matrix.zeros, matrix.factors, matrix.index, into,
+        ROWS=rows, INDEXED=matrix.scheme.indexed, PADDED=padded, BLOCK_N=64, BLOCK_K=block_k,
+        num_warps=8, enable_fp_fusion=False, **constants,
+    )  # fmt: skip
+
+
+def multiply(x: Tensor, weight: Tensor, parts: tuple[int, int], bias: Tensor | None, y: Tensor) -> None:
+    """Write `x W^T + b` to y (T, N), for x (T, K) and dequantised weights (N, PADDED). parts: see `quantized.cut`."""
+    (tokens, columns), (rows, padded) = x.shape, weight.shape
+    options = tile_options()
+    dense_kernel[(cdiv(rows, options["BLOCK_N"]) * cdiv(tokens, options["BLOCK_T"]),)](
+        x, weight, bias, y, tokens, x.stride(0), y.stride(0),
+        ROWS=rows, DEPTH=columns, PADDED=padded, PARTS=parts[0], PART=parts[1], **options,
+    )  # fmt: skip
+
+
+def linear(
+    x: Tensor,
+    matrix: QuantizedMatrix,
+    constants: Mapping[str, Any],
+    parts: tuple[int, int],
+    bias: Tensor | None,
+    y: Tensor,
+) -> None:
+    """Write `x W^T + b` to y (T, N), for x (T, K) in half precision. At most WORKSPACE weights are dequantised at once.
+
+    constants, parts: see `dequantize` and `multiply`.
+    """
+    rows, columns = matrix.shape
+    padded = cdiv(columns, BLOCK) * BLOCK
+    step = cdiv(cdiv(rows, cdiv(rows * padded, WORKSPACE)), 128) * 128
+    weight = x.new_empty(min(step, rows), padded)
+    for first in range(0, rows, step):
+        tile = slice(first, min(first + step, rows))
+        own = weight[: tile.stop - first]
+        dequantize(matrix.rows(tile), constants, own)
+        multiply(x, own, parts, None if bias is None else bias[tile], y[:, tile])
