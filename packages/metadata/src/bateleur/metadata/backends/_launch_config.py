@@ -55,7 +55,7 @@ class WorkShape:
         group: query heads of a key head.
         num_kv_heads: key heads.
         window: sliding window in keys, 0 for none.
-        block_n: N, keys of a loop iteration.
+        block_n: N, keys of a loop iteration; the largest of all launches, a multiple of each.
         splits: number of splits that hold all keys of a launch, approximately.
         launches: one launch, or one for short rows and one for long rows.
         num_items: items of all launches, padding included.
@@ -118,16 +118,18 @@ def tile_options(
     float32 has no tensor cores of its precision, so its loop iterations are small. If a kernel ``converts`` keys of
     another dtype, fewer registers are left to fetch keys ahead: one pipeline stage less for head dimensions
     above 128, none in float32. The queries of 128 lines with head dimension 256 take 64 KiB, which is too much for a
-    device with ``shared_bytes`` below 112 KiB.
+    device with ``shared_bytes`` below 112 KiB. With 200 KiB, 128 lines take twice as many keys in an iteration, which
+    rescales the sums of weighted values half as often.
     """
     block_d = max(16, power_of_two(head_dim))
     full = dtype == torch.float32
     most = 32 if full else 64 if head_dim > 128 and shared_bytes < 112 << 10 else 128
     block_m = min(max(16, power_of_two(tile_rows)), most)
+    keys = 16384 if block_m == 128 and not converts and shared_bytes >= 200 << 10 else 8192  # times block_d
     stages = 2 if full or (converts and block_d > 128) else 3
     return {
         "BLOCK_M": block_m,
-        "BLOCK_N": 16 if full else max(32, min(8192 // block_d, 128)),  # 16 KiB of keys a step
+        "BLOCK_N": 16 if full else max(32, min(keys // block_d, 128)),
         "BLOCK_D": block_d,
         "PRECISION": "ieee" if full else "tf32",
         "num_warps": 8 if full or block_m * block_d > 8192 or block_m > 64 else 4,
@@ -214,7 +216,7 @@ def _work_shape(
         tile_lines = max(tile_lines, min(lines, block_m))
     joins = join_options(max(launch.block_m for launch in launches), head_dim)
     num_joins = splits * len(launches)  # a launch has fewer than `splits` split tiles
-    block_n = launches[0].options["BLOCK_N"]
+    block_n = max(launch.options["BLOCK_N"] for launch in launches)
     work_sizes = [num_rows.bit_length(), group, num_kv_heads, window, block_n, splits, first_item]
     for launch in (launches[0], launches[-1]):
         work_sizes += [launch.least, launch.most, launch.block_m, launch.min_keys, launch.num_items]
