@@ -75,6 +75,7 @@ def waves(quick: bool) -> list[Wave]:
         *alone(
             *cases("kernels", ("attention", "recurrences", "sampling", "experts", "quantized"), "kernels alone: {}", 60)
         ),
+        *alone(*cases("tune", ("quantized", "attention"), "launch configurations against the default: {}", 150)),
         *alone(own("peers", "FlashInfer, torch varlen attention, fla and vLLM, if installed", 120)),
         *alone(*cases("sanitizer", ("memcheck", "racecheck"), "{} over a small eager run", 150)),
     ]
