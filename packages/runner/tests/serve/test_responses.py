@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
+import openai
 import pytest
 
 from bateleur.runner.serve.responses.body import ResponsesBody, chat_body, messages_of
@@ -189,6 +190,12 @@ def test_a_response_in_the_background_is_polled_and_cancelled(scripted: Any) -> 
         response = await client.responses.cancel(begun.id)
         assert response.status == "cancelled"
         assert (await client.responses.retrieve(begun.id)).status == "cancelled"
+        longer = endless | {"max_output_tokens": 60}
+        begun = await client.responses.create(model="scripted", input="x", background=True, extra_body=longer)
+        await client.responses.delete(begun.id)
+        await asyncio.sleep(0.5)  # the rest of the response
+        with pytest.raises(openai.NotFoundError):
+            await client.responses.retrieve(begun.id)
 
     asyncio.run(run())
 

@@ -57,8 +57,9 @@ def router(service: Service) -> APIRouter:
 
     @routes.delete("/v1/responses/{response_id}")
     async def delete(request: Request, response_id: str) -> Response:
-        """Delete a stored response."""
+        """Delete a stored response. Aborts it if it is running."""
         responses.stored(response_id)
+        await responses.cancel(response_id)
         responses.store.drop(response_id)
         return JSONText({"id": response_id, "object": "response", "deleted": True})
 
