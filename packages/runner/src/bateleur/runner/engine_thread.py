@@ -216,7 +216,7 @@ class EngineThread(Thread):
         self.llm.close()
 
     def _on_rank_fault(self, fault: EngineDead) -> None:
-        """End the engine, called by the thread that monitors other ranks. This thread may hang in a step."""
+        """End the engine. Called by the thread that monitors ranks, because the engine thread may hang in a step."""
         self.join(_EXIT_SECONDS)
         if self.is_alive():
             self.error = fault

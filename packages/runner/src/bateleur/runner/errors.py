@@ -2,8 +2,8 @@
 
 ValueError                  an argument is wrong: the message names the argument, its value and the rule
     AdaptersBusy            an adapter is loaded while unfinished requests use all slots of LoRA adapters
-    BatchInvariant          a batch breaks a rule of its field table
-    InexactBound            an exact length was requested from a host bound
+    BatchInvariant          a field of a batch violates a rule
+    InexactBound            an exact length was read, but the host has only an upper bound
     BorrowError             the target's attention metadata differs from what the drafter was captured with
     ContextLengthExceeded   a prompt leaves no room for an output token within max_model_len
     MissingExtra            an optional dependency is not installed; also an ImportError
@@ -121,7 +121,7 @@ class QueueFull(RuntimeError):
 
 
 class AdaptersBusy(ValueError):
-    """An adapter is loaded by name while unfinished requests use all slots of LoRA adapters. Requests wait instead."""
+    """`add_lora` found all adapter slots in use by unfinished requests. A request for an adapter waits instead."""
 
 
 class ContextLengthExceeded(ValueError):

@@ -53,8 +53,8 @@ class LLM:
     lists them.
 
     With `tensor_parallel_size` or `data_parallel_size` above 1, it starts the other ranks as processes. They end on
-    `close`, at the end of a `with` block, or when the `LLM` is collected. If a rank dies, hangs or raises, all of them
-    end, and this call and later ones raise `RankFailed` (an `EngineDead`) with rank and cause.
+    `close`, at the end of a `with` block, or when the `LLM` is garbage-collected. If a rank dies, hangs or raises, all
+    of them end, and this call and later ones raise `RankFailed` (an `EngineDead`) with rank and cause.
 
     Raises ValueError if an option is unknown or out of range, or the folder is not a supported checkpoint.
     """

@@ -75,7 +75,7 @@ def _is_token_id(value: object) -> bool:
 
 
 def _logit_bias(name: str, value: Any) -> dict[int, float] | None:
-    """Check `logit_bias`. Keys may be text, as in JSON."""
+    """Return `logit_bias` with integer keys, checked. Keys may be text, as in JSON."""
     if not isinstance(value, Mapping):
         refuse(name, value, _BIAS_RULE)
     biases: dict[int, float] = {}

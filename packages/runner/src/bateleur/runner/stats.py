@@ -162,7 +162,7 @@ class EngineStats:
     """Host seconds by part of a step; on CPU, forward and sample include the computation."""
 
     def add_step(self, marks: StepMarks, num_tokens: int) -> None:
-        """Add the times of the parts of a step. num_tokens: tokens of the launched step; 0 for none."""
+        """Add a step. marks: end times of its parts. num_tokens: tokens of the launched step; 0 for none."""
         for (_, start), (part, end) in pairwise(marks):
             self.seconds[part] += end - start
         if num_tokens:
@@ -201,7 +201,6 @@ def combined(stats: Sequence[EngineStats]) -> EngineStats:
 
 
 def _add(into: Any, more: Any) -> None:
-    """Add all counters of `more` to `into`, field by field."""
     names = [each.name for each in fields(into)] if is_dataclass(into) else [*vars(into)]
     for name in names:
         ours, theirs = getattr(into, name), getattr(more, name)

@@ -105,7 +105,7 @@ class StructuredOutputsParams(Checked):
 
 
 def structured_outputs(name: str, value: Any) -> StructuredOutputsParams:
-    """Check an argument that is `StructuredOutputsParams` or a mapping of its fields."""
+    """Return `StructuredOutputsParams`, given that or a mapping of its fields. Raises ValueError."""
     if isinstance(value, StructuredOutputsParams):
         return value
     if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):

@@ -18,10 +18,10 @@ def shipped_draft() -> Path:
 
 
 def default_drafts(options: Mapping[str, Any], *, alone: bool = False) -> dict[str, str]:
-    """Return draft options to add: the shipped model gets its draft head; {} for other models, or if a draft is chosen.
+    """Return the options for the draft head of the shipped model; {} for another model, or if `options` choose a draft.
 
-    alone: whether the engine runs one request, for which drafts save time from the first step on. For several
-    requests the number of drafts adapts to measured times, unless tokens would depend on that number.
+    alone: whether the engine runs one request at a time. Otherwise the number of drafts adapts to measured times,
+    unless tokens would depend on it or `options` choose a policy.
     """
     if "draft" in options or options.get("model") is not None or options.get("num_speculative_tokens") == 0:
         return {}

@@ -93,10 +93,10 @@ def run_locally(
     open_llm: Callable[[], LLM],
     adapters: Mapping[str, str],
 ) -> Iterator[Result]:
-    """Yield each result when its request ends, on an engine of this process. has: whether a line has a result.
-    adapters: folders of LoRA adapters by name.
+    """Run the requests on an engine of this process, and yield each result when its request ends.
 
-    The engine is loaded at the first valid request.
+    has: returns whether a line has a result already. count: number of lines without one. open_llm: loads the engine;
+    called at the first valid request. adapters: folders of LoRA adapters by name.
     """
     remaining, line_format = requests.remaining(has), requests.format
     for request in remaining:
@@ -141,7 +141,7 @@ def ended_result(
 
 
 def adapter_of(adapters: Mapping[str, str], name: str | None) -> LoRARequest | None:
-    """The LoRA adapter of this name among folders by name; None for the name of the base model."""
+    """Return the LoRA adapter `name`; None for the base model's name. adapters: folders by name."""
     if name is None or name not in adapters:
         return None
     from bateleur.runner.lora.adapter_manager import LoRARequest
@@ -186,7 +186,7 @@ class _RequestWindow:
             self._running |= {each: (request, outputs, i) for i, each in enumerate(ids)}
 
     def step(self) -> Iterator[Result]:
-        """Run one engine step and yield the results of requests whose last prompt ended in it."""
+        """Run one engine step and yield the results of requests whose last prompt has ended."""
         for output in self._llm.step():
             request, outputs, index = self._running.pop(output.request_id)
             outputs[index] = output

@@ -105,7 +105,7 @@ class DecodeRate:
             self._num_first_tokens, self._began = count, time.perf_counter()
 
     def summary(self) -> str:
-        """Return the last line: tokens, rate, tokens per step, acceptance rates. Call it right after the last step."""
+        """Return a summary: tokens, rate, tokens per step, acceptance rates. Call it right after the last step."""
         stats = self._llm.get_metrics()
         count = stats.num_emitted_tokens
         parts = [f"{count} tokens"]

@@ -100,7 +100,7 @@ class _EngineActor:
         self._parser = parser
 
     async def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """Run a chunk and return its results as columns."""
+        """Run the pickled `FileChunk` of `batch`, and return its results as columns."""
         chunk: FileChunk = pickle.loads(batch["chunk"][0])
         try:
             rows = await asyncio.gather(*map(self._result, chunk.requests(self._parser)))
@@ -124,7 +124,6 @@ class _EngineActor:
         return ended_result(line_format, request, outputs, self._llm.llm.tokenizer)
 
     async def _outputs(self, request: LineRequest) -> list[RequestOutput]:
-        """Return the outputs of a request's prompts, in the order of the prompts."""
         api_request = request.api_request
         assert api_request is not None
         tokenizer = self._llm.llm.tokenizer

@@ -46,7 +46,7 @@ class LineParser:
     """Hash of everything that decides results apart from the line."""
 
     def request(self, number: int, raw: bytes, first: int) -> LineRequest:
-        """The request of a line; an invalid line has an `error`. first: the first line with the id of this one."""
+        """Return the request of a line, with `error` if it is invalid. first: first line that has the same id."""
         where = f"{self.name}, line {number}"
         valid_id: str | int | None = number if isinstance(self.format, NativeFormat) else None
         try:
@@ -89,8 +89,8 @@ class RequestFile:
     Only "\\n" ends a line. Blank lines and a byte order mark are skipped. The first valid JSON object decides the
     format of all lines. Lines that are appended after `scan` are not read.
 
-    file: path, or `-` for stdin; opened here and read by `scan`. engine: everything apart from the lines that affects
-    results; it becomes part of each request's digest.
+    file: path, or `-` for stdin; opened here and read by `scan`. engine: settings that results depend on, included in
+    each request's digest.
     """
 
     def __init__(self, file: str, native: NativeFormat, batch: OpenAIBatchFormat, engine: Mapping[str, Any]) -> None:
@@ -122,7 +122,7 @@ class RequestFile:
         return self.remaining(lambda line: False)
 
     def remaining(self, done: Callable[[int], bool]) -> Iterator[LineRequest]:
-        """The requests of all lines for which `done` is False."""
+        """Yield the requests of all lines for which `done` returns False."""
         for number, raw in islice(self._lines(), self.num_lines):
             if raw.strip() and not done(number):
                 yield self.parser.request(number, raw, self._first_lines.get(number, number))
@@ -191,7 +191,7 @@ class RequestFile:
         return LineParser(self.name, self.format, self._engine_digest)
 
     def chunks(self, done: Callable[[int], bool], size: int) -> Iterator[FileChunk]:
-        """Yield chunks of lines that are not done, at most `size` each. Not for stdin and pipes."""
+        """Yield chunks of at most `size` lines for which `done` returns False. Not for stdin and pipes."""
         assert self.path is not None
         start, lines = 0, list[tuple[int, int]]()
         for number, raw in islice(self._lines(), self.num_lines):

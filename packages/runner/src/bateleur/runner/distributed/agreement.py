@@ -1,4 +1,4 @@
-"""Agreement of ranks outside of a step's collectives: shared errors, common CUDA graphs, equal steps."""
+"""Collectives beside those of layers: share errors, keep the CUDA graphs that all ranks have, compare steps."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def run_on_all_ranks(ranks: Ranks, work: Callable[[], T]) -> T:
 
 
 def _encode(error: Exception) -> bytes:
-    """Encode an error as bytes: its kind, counted from 1, and its message."""
+    """Encode an error as bytes: 1 + the index of its type in `_KINDS`, then its message."""
     kind = next(number for number in (3, 2, 1) if isinstance(error, _KINDS[number - 1]))
     reason = error.reason if isinstance(error, PrefixRefused) else ""
     return bytes([kind]) + f"{reason}\n{error}".encode()[: _MESSAGE_BYTES - 1]
@@ -81,7 +81,7 @@ def keep_common_graphs(manager: CudaGraphManager[Any, Any], ranks: Ranks) -> Non
 
 
 def check_equal_steps(ranks: Ranks, fields: Mapping[str, NDArray[Any]]) -> None:
-    """Compare digests of the fields of a step over all ranks.
+    """Check that the fields of a step (arrays by name) are equal on all ranks, by comparing digests.
 
     Raises RankFailed on every rank if they differ, with field and rank.
     """

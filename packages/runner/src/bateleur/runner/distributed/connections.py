@@ -42,7 +42,7 @@ class RankError:
 
 @dataclass(frozen=True, slots=True)
 class Exited:
-    """Status of a process that has exited without a message. how: description, to follow "rank 1"."""
+    """Status of a process that has exited without a message. how: text such as "has left with exit code 1"."""
 
     how: str
 
@@ -103,10 +103,10 @@ _NUM_FRAMES = 4
 
 
 class RankHeartbeat(Thread):
-    """Sends the status of the thread that made it. Exits the process when the first rank is gone or a limit is over."""
+    """Answers status requests about its creator's thread. Ends the process on timeout, or if the first rank is gone."""
 
     def __init__(self, connection: RankConnection, limit: float) -> None:
-        """limit: seconds that starting may take."""
+        """limit: seconds that loading the model may take."""
         super().__init__(name="bateleur-heartbeat", daemon=True)
         self._status, self._worker, self._lock, self._left = connection.status, get_ident(), Lock(), Event()
         self._limit = limit
@@ -170,7 +170,7 @@ class RankHeartbeat(Thread):
 
 
 def status_of(thread: int, num_messages: int, *, idle: bool) -> RankStatus:
-    """The status of a thread of this process."""
+    """Return what a thread of this process does. thread: its identifier. idle: whether it waits for messages."""
     frame: FrameType | None = None if idle else sys._current_frames().get(thread)
     frames: list[str] = []
     inside = False
@@ -183,5 +183,5 @@ def status_of(thread: int, num_messages: int, *, idle: bool) -> RankStatus:
 
 
 def type_and_message(error: BaseException) -> str:
-    """The type of an error, and its message."""
+    """Return text with the type and the message of an error."""
     return f"{type(error).__name__}: {error}"

@@ -1,4 +1,4 @@
-"""Expert parallelism: data-parallel ranks agree on each step, and exchange tokens in layers of shared experts.
+"""Expert parallelism: data-parallel ranks agree on each step, and exchange tokens with the experts of all ranks.
 
 Shapes: T tokens of this rank, P rows that each rank sends, A rows of all ranks (size * P), L width of the experts, K
 experts of a token.
@@ -30,7 +30,7 @@ class ExpertParallel:
         """P of eager passes, at least T of every rank; 0 if T is equal on all ranks, as in graphs."""
 
     def gather(self, x_TL: Tensor, weights_TK: Tensor, experts_TK: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return tokens (A, L), weights (A, K) float32 and experts (A, K) int64 of all ranks. Padding has expert -1."""
+        """All-gather tokens (A, L), router weights (A, K) float32 and experts (A, K) int64; padding has expert -1."""
         (num_tokens, width), top_k = x_TL.shape, weights_TK.shape[1]
         parts = weights_TK, (experts_TK + 1).int(), x_TL.contiguous()
         packed = torch.cat([each.view(torch.uint8) for each in parts], 1)
@@ -42,25 +42,24 @@ class ExpertParallel:
         return x.contiguous().view(x_TL.dtype), weights.contiguous().view(torch.float32), experts_AK
 
     def sum_parts(self, y_AL: Tensor, num_tokens: int) -> Tensor:
-        """Return the sums (T, L) over all ranks for the tokens of this rank.
+        """Return the experts' outputs for this rank's tokens (num_tokens, L), summed over all ranks.
 
-        y_AL: this rank's partial sums for all tokens.
+        y_AL: outputs of this rank's experts for the tokens of all ranks.
         """
         parts = self.ranks.swap(y_AL.view(self.ranks.size, -1, y_AL.shape[1]))
         return parts[:, :num_tokens].sum(0)
 
 
 class DataParallelSync:
-    """Chooses one graph for all ranks, or the number of rows that each rank sends to the experts, by one collective.
+    """Chooses one CUDA graph for all ranks, or without a graph the number of tokens that each rank is padded to.
 
-    A `bateleur.cudagraph.DispatchCoordinator`. The host waits for the other hosts, because its padding depends on their
-    batches.
+    A `bateleur.cudagraph.DispatchCoordinator`. Each call is one collective, for which the host waits.
     """
 
     def __init__(
         self, exchange: ExpertParallel, plan: CudagraphDispatcher, ready: Iterable[BatchExecutionDescriptor]
     ) -> None:
-        """ready: the graphs that all ranks have, see `keep_common_graphs`."""
+        """ready: graphs that all ranks have captured, see `keep_common_graphs`."""
         self._exchange, self._plan, self._codec = exchange, plan, RankStepCodec(plan)
         everywhere = frozenset(ready)
         self._ready = None if everywhere.issuperset(plan.keys) else everywhere

@@ -42,8 +42,8 @@ Sign = RankError | Exited | RankStatus | NoReply
 class RankMonitor:
     """Watches the other ranks from start to end.
 
-    At the first failure it kills all other ranks, so that nothing waits for them. It sets `fault`, which tells the rank
-    that has failed, and why.
+    At the first failure it sets `fault`, which has the failed rank and the cause, and kills all other ranks, so that
+    nothing waits for them.
     """
 
     def __init__(self, start: Callable[[], Sequence[RankProcess]], abort: Callable[[], None]) -> None:
@@ -93,7 +93,7 @@ class RankMonitor:
             raise self.fault
 
     def wait_over(self) -> RankFailed | None:
-        """Wait a moment after an error on this rank; return the failure of another rank if it may be the cause."""
+        """Wait briefly after an error on this rank. Return the failure of another rank, as its likely cause, if any."""
         self._over.wait(_GATHER_SECONDS)
         if self._signs:
             self._over.wait()
@@ -212,7 +212,7 @@ def _end(ranks: Sequence[RankProcess]) -> None:
 
 
 class Failure(NamedTuple):
-    """The rank that failed first. cause: text to follow "rank 1"."""
+    """The rank that failed first. cause: text such as "raised ValueError: ..."."""
 
     rank: int
     cause: str
@@ -222,8 +222,8 @@ class Failure(NamedTuple):
 def find_failure(signs: Mapping[int, Sign], seconds: float) -> Failure:
     """Return the most likely first failure. signs: last message or state of each other rank.
 
-    From most to least likely: a rank raised an error of its own, exited, does not reply, lags behind the others, or is
-    in other code than they are. seconds: time since the current message was sent.
+    From most to least likely: a rank raised an error outside of a collective, exited, does not reply, has received
+    fewer messages than others or is outside of a collective. seconds: time since the current message was sent.
     """
     found = min((_weigh(sign, rank, signs, seconds) for rank, sign in signs.items()), key=lambda each: each[0])
     return found[1]

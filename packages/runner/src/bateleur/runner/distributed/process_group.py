@@ -20,9 +20,9 @@ _c10d: Any = _distributed_c10d  # whose stubs lack half of what is used here
 class ProcessGroup:
     """Process group with Gloo between host memories and, if each rank has a GPU, NCCL between GPUs.
 
-    Every rank must get the same bits from an all-reduce, because each rank samples from its own copy. A ring does that:
-    each part is summed on one rank and then sent to all. For gloo this was measured on 2, 3 and 4 ranks; for NCCL it
-    follows from its documentation, and `cudagraph_checks` would detect a difference.
+    Every rank must get the same bits from an all-reduce, because each rank samples from its own copy. A ring all-reduce
+    does that: each part is summed on one rank and then sent to all. For gloo this was measured on 2, 3 and 4 ranks;
+    for NCCL it follows from its documentation, and `cudagraph_checks` would detect a difference.
     """
 
     def __init__(self, store: Any, ranks: Ranks, device: torch.device, timeout: float) -> None:

@@ -60,7 +60,7 @@ class Ranks:
         return self.rank * share, (self.rank + 1) * share
 
     def shared(self, name: str, count: int) -> Range:
-        """Return this rank's range as `even`. With fewer items than ranks, each has one, shared with other ranks."""
+        """Like `even`, but with fewer items than ranks several ranks get the same item, one each."""
         if count >= self.size:
             return self.even(name, count)
         if self.size % count:

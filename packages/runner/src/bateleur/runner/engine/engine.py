@@ -176,9 +176,9 @@ class Engine:
         registry.consistent = True
 
     def _launch(self, marks: StepMarks) -> StepInFlight | None:
-        """Give the next step to the device, which may still run the step before; None if there is nothing to run.
+        """Launch the next step on the device, which may still run the step before. None if there is nothing to run.
 
-        marks: gets the times of the parts of a step.
+        marks: list to which the end times of the parts of a step are appended.
         """
         batch = self._schedule()
         if batch is None:
@@ -241,10 +241,10 @@ class Engine:
         return admitted
 
     def _collect(self, marks: StepMarks) -> None:
-        """Wait for the oldest step in flight, append its tokens, and add its blocks to the prefix cache. Its requests
-        are reported after the next launch.
+        """Wait for the oldest step in flight, append its tokens, and add its blocks to the prefix cache. Leaves the
+        requests to report in `_reports`.
 
-        Rows that a request has given back since the launch are skipped, because another request may have them now.
+        Requests that lost their table row since the launch are skipped; another request may have the row now.
         """
         step, scheduler, stats = self.registry.in_flight[0], self.scheduler, self.stats
         batch, output, n, present = step.batch, step.output, step.batch.num_decodes, None
@@ -285,7 +285,7 @@ class Engine:
     def _appending(
         self, batch: StepBatch, present: NDArray[np.bool_] | None
     ) -> tuple[Sequence[Request], NDArray[np.int32]]:
-        """Return the value of `StepInFlight.appending`: requests that get tokens, and their lengths before.
+        """Return the value of `StepInFlight.appending`: requests that get tokens, and their lengths before that.
 
         present: (S,) whether a request still has its table row; None for all.
         """

@@ -42,9 +42,9 @@ class LogprobsProcessor:
         tokens_SJ: NDArray[np.int64],
         num_tokens_S: NDArray[np.int64],
     ) -> None:
-        """Append the log probabilities of the first `num_tokens_S` (S,) of the emitted tokens (S, J) to each request.
+        """Append log probabilities to S requests: of the first `num_tokens_S[i]` tokens in row i of `tokens_SJ`.
 
-        logprobs: fields of `Logprobs`. first_S: (S,) index in them of each request's first token.
+        logprobs: fields of `Logprobs`. first_S: (S,) index of each request's first token in these fields.
         """
         lists = _LogprobLists(*(each.tolist() for each in logprobs))
         for i, request in enumerate(requests):
@@ -77,7 +77,7 @@ class LogprobsProcessor:
     ) -> dict[int, Logprob]:
         """Return log probabilities at index `row` of `lists`: of `token`, and of the `num_top` most likely tokens.
 
-        before: the tokens before it, because the text of a token depends on them.
+        before: tokens before `token`, on which its text depends.
         """
 
         def logprob(token: int, value: float, rank: int) -> Logprob:

@@ -9,9 +9,9 @@ formula can't guarantee an upper bound. Therefore the engine is created twice:
    caches. Then the trial is dropped.
 2. The engine itself gets caches in the memory that is left.
 
-The graphs that the trial did not capture are added to the peak. All keys share the memory of activations
-(`bateleur.cudagraph`), and the trial has the largest keys. So a further key costs what a small key cost in the trial:
-the memory that the driver keeps for its graphs.
+The graphs that the trial did not capture are added to the peak. All graphs share the memory of activations
+(`bateleur.cudagraph`), and the trial captures the largest ones. So a further graph costs what a small graph cost in the
+trial: the memory that the driver keeps for it.
 
 So weights, caches, steps and graphs together stay within `gpu_memory_utilization` of the device. The rest, 10 % by
 default, is for other processes and for fragmentation in torch's allocator.
@@ -48,7 +48,7 @@ class _SilentDrafter(Drafter):
 
     @property
     def needs(self) -> TargetNeeds:
-        """The needs of the user's drafter, so that steps of the trial keep the same hidden states."""
+        """Return the needs of the user's drafter, so that the trial keeps the same hidden states for it."""
         return self._needs
 
     def admit(self, row: int, token_ids: list[int]) -> None:
@@ -133,7 +133,7 @@ def needed_bytes(setup: EngineSetup, memory: DeviceMemory | None = None) -> int:
 def trial_setup(setup: EngineSetup) -> EngineSetup:
     """Return the setup of a trial: the smallest caches for as many requests, and no offloading.
 
-    It captures the largest size and a few small ones.
+    The trial captures the largest graph size and a few small ones.
     """
     plan, graphs, limits = setup.cache_plan, setup.graphs, setup.limits
     least = replace(
@@ -163,7 +163,7 @@ def _run_trial(setup: EngineSetup, small: EngineSetup, memory: DeviceMemory) -> 
 
 
 def _further_graph_bytes(setup: EngineSetup, trial: Engine) -> int:
-    """Estimate the bytes of the graphs that `setup` has and the trial has not, from the small keys of the trial."""
+    """Estimate the bytes of the graphs that `setup` has and the trial has not, from the small graphs of the trial."""
     support, limits = trial.runner.model_state.graph_support, setup.limits.buffers
     options = setup.graphs
     full, _ = make_dispatcher(options.mode, options.capture_sizes, limits, support, _query_lens(setup))

@@ -99,7 +99,7 @@ class ReportStats:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """Reply of a data-parallel rank to a message. stats: counters, None unless `ReportStats` asked for them."""
+    """Reply of a data-parallel rank to a message. stats: counters; None if they were sent shortly before."""
 
     outputs: list[RequestOutput]
     stats: EngineStats | None

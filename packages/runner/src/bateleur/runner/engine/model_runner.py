@@ -46,7 +46,7 @@ class ModelRunner:
     """Runs batches on the device, from their rows in the request table to sampled tokens and drafts."""
 
     def __init__(self, setup: EngineSetup, caches: Caches, table: RequestTable, stats: EngineStats) -> None:
-        """Allocate buffers, warm up kernels and capture graphs. Raises ValueError for a drafter that does not fit."""
+        """Allocate buffers, warm up kernels and capture graphs. Raises ValueError for an unsuitable drafter."""
         self.setup, self.caches, self.table = setup, caches, table
         self.model, limits, device = setup.model, setup.limits, setup.model.device
         checks, num_drafts = setup.graphs.checks, limits.num_speculative_tokens
@@ -178,8 +178,8 @@ class ModelRunner:
     def execute_model(
         self, batch: StepBatch, marks: StepMarks
     ) -> tuple[StagedBatch[StepContext], Tensor, tuple[Tensor, ...]]:
-        """Stage a step and run its forward pass. Returns the staged step, its hidden states (padded tokens, D), and the
-        features that a draft head reads. marks: gets the times of both parts.
+        """Stage a step and run its forward pass. Returns the staged step, its hidden states (tokens, hidden size), and
+        the features that a draft head reads. marks: the end times of both parts are appended to it.
         """
         staged = self._stage(batch)
         marks.append(("stage", perf_counter()))

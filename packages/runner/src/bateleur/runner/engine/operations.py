@@ -28,7 +28,7 @@ from bateleur.runner.utils.device import use_device
 
 
 class EngineOperations:
-    """Runs operations on all ranks. Errors are equal on all ranks, and are raised after the operation."""
+    """Runs operations on all ranks. An error is the same on all ranks, and is raised after the operation."""
 
     def __init__(
         self,
@@ -38,7 +38,7 @@ class EngineOperations:
         model: HybridDecoder,
         adapters: AdapterManager | None = None,
     ) -> None:
-        """verify: compares replays with eager runs on that many random steps. adapters: None without `enable_lora`."""
+        """verify: compares graph replays with eager runs on n random steps. adapters: None without `enable_lora`."""
         self._adapters = adapters
         self._registry, self._offload, self._verify_here, self._model = registry, offload, verify, model
 
@@ -63,7 +63,7 @@ class EngineOperations:
             self._run(FlushDisk())
 
     def verify_graphs(self, fuzz: int) -> VerifyReport:
-        """Check on `fuzz` random steps that replays equal eager runs. A key that fails on any rank fails."""
+        """Check on `fuzz` random steps that replays equal eager runs. A graph that fails on any rank fails."""
         report = self._run(VerifyGraphs(fuzz))
         assert isinstance(report, VerifyReport)
         return report

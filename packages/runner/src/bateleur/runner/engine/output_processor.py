@@ -42,8 +42,8 @@ class EmittedTokens(NamedTuple):
 class OutputProcessor:
     """Appends emitted tokens to requests, and ends requests.
 
-    Vector arithmetic finds the rows that keep all their tokens and have no other work: their tokens are only written to
-    the table. All other rows are processed one by one.
+    Vector arithmetic finds the requests that keep all their tokens and need nothing else: their tokens are only written
+    to the request table. All other requests are processed one by one.
 
     clock: records the times of requests. logprobs: appends log probabilities.
     """
@@ -57,7 +57,7 @@ class OutputProcessor:
         """Tokens that end some running request, and the same as flags by token; the last one is for -1, no token."""
 
     def admit(self, admitted: Sequence[Request], running: Sequence[Request]) -> None:
-        """Note the start and the stop tokens of requests that just got their rows."""
+        """Record start time and stop tokens of requests that just got a table row. running: all running requests."""
         self.clock.started(admitted)
         known, ends = self._stops
         if all(request.stop_token_ids <= known for request in admitted):
@@ -69,10 +69,10 @@ class OutputProcessor:
     def emit(self, step: StepInFlight, present: NDArray[np.bool_] | None) -> EmittedTokens:
         """Wait for the tokens of the S requests that sample, the only wait for the device in a step, and append them.
 
-        present: (S,) whether the row is still that of the request; None for all. An ended request has no row.
+        present: (S,) whether each request still has its table row; None for all. An ended request has no row.
 
-        Tokens after a stop are dropped, and all tokens of an ended request. A request whose logits held a NaN, or
-        allowed no token, emits no token there. It ends with `finish_reason` "error".
+        Tokens after a stop are dropped, and all tokens of an ended request. A request whose logits have a NaN, or
+        allow no token, ends with `finish_reason` "error".
         """
         assert step.output is not None
         assert step.fetched is not None
@@ -120,7 +120,7 @@ class OutputProcessor:
         return np.flatnonzero(special).tolist()
 
     def _append_checked(self, request: Request, tokens: Sequence[int], bad: int) -> int:
-        """Append tokens that may end the request; returns how many. Bad logits end it with an error."""
+        """Append tokens that may end the request; return the number appended. bad: if nonzero, end with an error."""
         # All but the last token are accepted drafts; after bad logits there is no last token.
         count = self._apply(request, tokens, len(tokens) - (not bad))
         if bad and request.finish_reason is None:
@@ -185,7 +185,7 @@ class OutputProcessor:
 
 
 def _append(request: Request, tokens: list[int]) -> bool:
-    """Append tokens if none of them can end the request, and it needs no text or grammar; returns whether it did."""
+    """If none of the tokens can end the request, and it needs no text or grammar, append them and return True."""
     output, drafted = request.output_token_ids, request.drafted
     if not tokens or request.output.detokenizer is not None or request.matcher is not None:
         return False
@@ -200,7 +200,7 @@ def _append(request: Request, tokens: list[int]) -> bool:
 
 
 def _ends_grammar(request: Request, token: int) -> bool:
-    """Advance the grammar of a request; returns whether it ends here without an end-of-sequence token."""
+    """Advance the grammar of a request by a token that is no stop token; return whether the grammar is complete."""
     if request.matcher is None:
         return False
     request.matcher.accept(token)
@@ -210,7 +210,7 @@ def _ends_grammar(request: Request, token: int) -> bool:
 def append_tokens(
     table: RequestTable, rows: NDArray[np.int64], tokens_SJ: NDArray[np.int64], counts_S: NDArray[np.int64]
 ) -> None:
-    """Append the first `counts` tokens of each row of `tokens` to the table; all but the last of them were drafts."""
+    """Append the first counts_S[i] tokens of row i of `tokens_SJ` to table row rows[i]; all but the last are drafts."""
     position_J = np.arange(tokens_SJ.shape[1])
     left_SJ = counts_S[:, None] - position_J
     known_SJ = left_SJ > 0
@@ -241,7 +241,7 @@ class RequestClock:
         num_taken: NDArray[np.int64],
         present: NDArray[np.bool_] | None,
     ) -> None:
-        """Record that S requests got `num_taken` (S,) tokens. present: (S,) whether each has its row; None: all."""
+        """Record that S requests got `num_taken` (S,) tokens. present: (S,) whether each still has its table row."""
         now, has_tokens = perf_counter(), num_taken > 0
         then = self._table.last_token_time[rows]
         if present is not None:

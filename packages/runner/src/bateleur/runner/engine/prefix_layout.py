@@ -17,7 +17,7 @@ from bateleur.runner.utils.version import package_version
 
 
 class PrefixLayout:
-    """The layout of an engine's cached prefixes. It is computed on first use, because that reads all weights."""
+    """The layout of an engine's exported prefixes, computed on first use because that reads all weights."""
 
     def __init__(self, setup: EngineSetup, cache: DeviceCache) -> None:
         """Record the weight files; must be called right after the weights are loaded."""

@@ -27,7 +27,7 @@ class RequestRegistry:
     An error or signal can interrupt a step, or any other change, anywhere. Each change starts with `restore`, sets
     `consistent` to False, and sets it to True at its end. After an interruption, the next `restore` gives each request
     the tokens that it had after the last complete step, and queues it for recomputation, because caches may be partly
-    written. It relies on nothing but `requests` and their tokens. Steps in flight are lost.
+    written. Recovery relies on nothing but `requests` and their tokens. Steps in flight are lost.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class RequestRegistry:
         self.fetched_by_caller: set[str] = set()
         """Requests whose outputs a caller takes by id."""
         self.abandoned: set[str] = set()
-        """Claimed requests whose caller is gone."""
+        """Requests in `fetched_by_caller` whose caller is gone."""
         self._undelivered: dict[str, RequestGroup] = {}
         """Requests with output that was not taken yet."""
         self._reported: dict[RequestGroup, tuple[ReportedState, ...]] = {}
@@ -107,7 +107,7 @@ class RequestRegistry:
         return None
 
     def _give_slots(self) -> None:
-        """Let requests run that wait for their LoRA adapter, if it has a slot now."""
+        """Let requests run whose LoRA adapter now has a slot on the device."""
         if not self._scheduler.waiting_for_slot:
             return
         assert self._adapters is not None
@@ -158,7 +158,7 @@ class RequestRegistry:
         self._give_slots()
 
     def _queue_output(self, group: RequestGroup) -> None:
-        """Queue the current output of a group. If all its requests have ended, the group is not live any more."""
+        """Queue the output of a request and its continuations. If all of them have ended, it is not live any more."""
         finished = group.finished
         if finished or group.kind is not RequestOutputKind.FINAL_ONLY:
             self._undelivered[group.request_id] = group

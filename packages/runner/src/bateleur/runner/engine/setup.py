@@ -49,30 +49,30 @@ class EngineSetup:
     """The parts of an engine, chosen, checked and loaded."""
 
     folder: Path
-    """Of the checkpoint."""
+    """Checkpoint folder."""
     model: HybridDecoder
-    """With its weights, on its device and in its dtype, or what this rank has of it."""
+    """The model with its weights on the device, or this rank's part of it."""
     spec: ModelSpec
-    """Of the whole model."""
+    """Specification of the whole model."""
     tokenizer: Tokenizer
     cache_plan: CachePlan
     backend: AttentionBackend
     limits: EngineLimits
     graphs: GraphOptions
     drafter: Drafter | DraftHead | None
-    """What proposes `limits.num_speculative_tokens` tokens; the engine gives a `DraftHead` its caches and graphs."""
+    """Proposes `limits.num_speculative_tokens` tokens; the engine gives a `DraftHead` its caches and graphs."""
     policy: DraftPolicy
-    """How many drafts each step verifies."""
+    """Chooses how many drafts each step verifies."""
     rule: Rule
-    """How drafts are tested."""
+    """Acceptance rule of drafts."""
     async_scheduling: bool = False
-    """Whether a step is launched before what came of the one before is known."""
+    """Whether a step is launched before the results of the previous step are known."""
     prompt_scan: PromptScan = PromptScan.OWN
-    """What takes the prompts of delta rules."""
+    """Implementation of delta rules for prompts."""
     host: HostSizes | None = None
-    """Rows of host memory for what leaves the device's caches; None where it is forgotten."""
+    """Sizes of the host-memory tier; None without offloading."""
     disk: tuple[Path, int | None] | None = None
-    """Where what requests leave is written, and how much of it, if somebody said so; None where it is not."""
+    """Folder of the disk tier and its size limit in bytes, None for the default; None without a disk tier."""
     adapters: AdapterManager | None = None
     """LoRA adapters on the device; None without `enable_lora`."""
 
@@ -181,10 +181,10 @@ class _CacheSizes:
         return self._within(_left(cache, memory, measure(first)), first.limits)
 
     def _fitted(self, limits: EngineLimits, graphs: GraphOptions) -> EngineLimits:
-        """Return the limits, with defaults halved until steps take at most a quarter of a GPU's share.
+        """Return limits that are equal on all ranks, with defaults halved until the memory of steps is small enough.
 
-        They are the same on all ranks. If `kv_cache_memory_bytes` is given, steps may take all memory that it leaves.
-        The default whose half saves more memory is halved first. Limits that the user gave stay.
+        Steps may take a quarter of the GPU memory of this engine, or all that `kv_cache_memory_bytes` leaves if it is
+        given. The default whose half saves more memory is halved first. Limits that the user gave stay.
         """
         chosen, cache = self.config.scheduler, self.config.cache
         rows, tokens = chosen.max_num_seqs is None, chosen.max_num_batched_tokens is None

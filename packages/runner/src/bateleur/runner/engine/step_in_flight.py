@@ -25,7 +25,7 @@ _NONE: tuple[Sequence[Request], NDArray[np.int32]] = ((), np.empty(0, np.int32))
 class StepInFlight:
     """A launched step, and the copies to the host that are under way.
 
-    All fields are by request, never by the row order of another step.
+    Arrays are in the order of `batch.requests`, not by row of the request table.
     """
 
     batch: StepBatch
@@ -49,8 +49,8 @@ class StepInFlight:
         return all(request.finish_reason is not None for request in self.batch.requests)
 
     def present(self) -> NDArray[np.bool_]:
-        """(R,) whether each request still has its row. A request that gave its row back gets none before this step is
-        collected.
+        """Return (R,) bool: whether each request still has the table row that it had at the launch. A request that lost
+        its row gets no other one before this step is collected.
         """
         requests = self.batch.requests
         rows = np.fromiter((request.row for request in requests), np.int64, len(requests))

@@ -30,7 +30,7 @@ def warm_up(
     limits: EngineLimits,
     drafter: EagleSpeculator | None,
 ) -> None:
-    """Sample and commit a dummy step of every size that decodes in a graph, and of some sizes without a graph.
+    """Sample, and commit Mamba states, in a dummy decode step of every graph size and of some sizes without a graph.
 
     For sizes in graphs, captures have already run the forward pass, the planners and the drafter. For sizes without a
     graph these run here, too.
@@ -96,7 +96,7 @@ def _steps(
 def _sample(
     sampler: RejectionSampler, metadata: CommonAttentionMetadata, num_reqs: int, query_len: int
 ) -> Tensor | None:
-    """Verify dummy rows with `query_len` tokens each, with each kind of parameters, and drop the results; returns
+    """Verify dummy rows with `query_len` tokens each, with each kind of sampling parameters; returns
     `SampledStep.num_valid`.
     """
     rows, query_lens, model = np.arange(num_reqs), np.full(num_reqs, query_len, np.int32), sampler.model

@@ -41,8 +41,8 @@ class CopyStream:
 class Copies:
     """Copies rows from caches to host memory and back, in the order of the device's work.
 
-    A copy to the host has the contents after all work queued before, whatever later work writes. Steps queued after a
-    copy to the device see it. On CUDA, rows are gathered into one of two staging buffers and go to pinned memory on a
+    A copy to the host has the contents after all work queued before it. Steps queued after a copy to the device see
+    its contents. On CUDA, rows are gathered into one of two staging buffers and go to pinned memory on a
     second CUDA stream, while steps run. If both buffers are in use, the device waits for the first one; the host never
     waits.
     """
@@ -63,7 +63,7 @@ class Copies:
             self._buffers = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(2)]
 
     def to_host(self, rows: PagedRows, numbers: Sequence[int], memory: Tensor, host_rows: Sequence[int]) -> None:
-        """Copy the cache rows `numbers` to rows `host_rows` of host memory (m, num_bytes) uint8."""
+        """Copy rows `numbers` of the cache `rows` to rows `host_rows` of `memory` (m, num_bytes) uint8."""
         for part in self._parts(rows, host_rows):
             runs = list(_runs([host_rows[i] for i in part]))
             buffer = rows.gather([numbers[i] for i in part], out=self._next_buffer(len(part), rows.num_bytes))
@@ -78,7 +78,7 @@ class Copies:
                 self._sent[self._current] = self._stream.run(send)
 
     def to_device(self, memory: Tensor, host_rows: Sequence[int], rows: PagedRows, numbers: Sequence[int]) -> None:
-        """Copy rows `host_rows` of host memory to the cache rows `numbers`."""
+        """Copy rows `host_rows` of host memory `memory` to rows `numbers` of the cache `rows`."""
         if self._stream is not None:
             self._stream.wait()  # copies of these rows to the host may not be done
         for part in self._parts(rows, host_rows):
@@ -103,15 +103,13 @@ class Copies:
         return self._buffers[self._current][: count * num_bytes].view(count, num_bytes)
 
     def _parts(self, rows: PagedRows, host_rows: Sequence[int]) -> Iterator[list[int]]:
-        """Yield groups of indices into `host_rows`, in the order of host memory, each as large as a staging buffer
-        holds.
-        """
+        """Yield indices into `host_rows`, sorted by host row, in groups that fit into a staging buffer."""
         order, most = sorted(range(len(host_rows)), key=host_rows.__getitem__), self.staging_bytes // rows.num_bytes
         return (order[i : i + most] for i in range(0, len(order), most))
 
 
 def _runs(numbers: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """Split ascending numbers into consecutive runs. Yields the first number and the range of indices of each run."""
+    """Split ascending numbers into runs of consecutive ones. Yields first number, and start and end index, of each."""
     start = 0
     for i in range(1, len(numbers) + 1):
         if i == len(numbers) or numbers[i] != numbers[i - 1] + 1:

@@ -99,7 +99,7 @@ class DiskFolder:
         return write_whole(self._folder / name, data)
 
     def read(self, name: str, key: bytes) -> Prefix:
-        """Read a file and mark it as used. Raises PrefixRefused if its contents are not those of its name."""
+        """Read a file and mark it as used. Raises PrefixRefused if it is invalid or has another `key`."""
         path = self._folder / name
         prefix = read_prefix(path, self._layout)
         if prefix.key != key:
@@ -126,12 +126,11 @@ class DiskFolder:
         return names, paths
 
     def _folders(self) -> list[os.DirEntry[str]]:
-        """Return the folders of all layouts."""
         with os.scandir(self._root) as found:
             return [each for each in found if _LAYOUT.fullmatch(each.name) and each.is_dir(follow_symlinks=False)]
 
     def _recount(self) -> list[tuple[float, int, str]]:
-        """Count all files of all layouts again. Returns time of last use, size and path of each."""
+        """Scan the files of all layouts again. Returns time of last use, size and path of each."""
         found = []
         for folder in self._folders():
             for each in os.scandir(folder):
@@ -144,7 +143,7 @@ class DiskFolder:
         return found
 
     def _trim(self, room: int) -> None:
-        """Remove least recently used files if less than `room` bytes are left."""
+        """Remove least recently used files if less than `room` bytes are left below the limit."""
         files = sorted(self._recount())
         if self._total + room <= self.limit_bytes:
             return

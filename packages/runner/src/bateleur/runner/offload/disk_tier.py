@@ -1,7 +1,7 @@
 """The disk tier of the prefix cache: files written when requests end, and read into host memory for waiting requests.
 
-One thread writes and one reads. The engine thread waits for them only if it has nothing else to do. The host memory
-that they use is held meanwhile. Their results are collected between steps.
+One thread writes and one reads. The engine thread waits for them only if it has nothing else to do. The rows of host
+memory that they use cannot be evicted meanwhile. Their results are collected between steps.
 
 With several ranks, each has its own files and threads. The ranks first agree on all results that depend on these
 (`_on_all_ranks`, `_gather`), so that they hold the same host memory and find the same prefixes. A file that one rank
@@ -51,7 +51,7 @@ Read = tuple[int, PrefixRefused | None]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Transfer:
-    """A span of a prefix, and the rows of host memory that a thread reads or writes for it."""
+    """A part of a prefix in one file, and the rows of host memory that a thread reads or writes for it."""
 
     span: FileSpan
     wanted: list[int]
@@ -74,7 +74,7 @@ class DiskTier:
         stats: OffloadStats,
         ranks: Ranks,
     ) -> None:
-        """blocks, pages: host memory of KV blocks and of states; None if the model has none of them.
+        """blocks, pages: host memory of KV blocks and of recurrent states; None if the model has none of them.
 
         ranks: ranks that must find the same prefixes.
         """
@@ -123,7 +123,7 @@ class DiskTier:
             self._queued.discard(self._spans.popleft().name)
 
     def advance(self, *, idle: bool) -> None:
-        """Collect finished writes and start waiting ones. Unless `idle`, start at most `_BYTES_PER_STEP` bytes."""
+        """Collect finished writes, and start queued ones: all if `idle`, else about `_BYTES_PER_STEP` bytes."""
         self._steps += 1
         if idle or self._ranks.alone or self._steps % _STEPS == 0:
             self._collect_writes()
@@ -141,7 +141,7 @@ class DiskTier:
         self._rescan()
 
     def _hold(self, span: FileSpan) -> _Transfer | None:
-        """Hold host rows with a span's contents, copied from the device if needed.
+        """Return host rows with the contents of a file, copied from the device if needed and kept from eviction.
 
         None if the contents were evicted, or host memory has no room.
         """
@@ -209,7 +209,7 @@ class DiskTier:
         return bool(transfers)
 
     def _reserve(self, span: FileSpan) -> _Transfer | None:
-        """Reserve host rows for the part of a span that is not in memory; None if there is no room."""
+        """Reserve host rows for those contents of a file that are not in memory; None if there is no room."""
         wanted = [i for i, key in enumerate(span.blocks) if not self._has_block(key)]
         blocks = [] if self._blocks is None else self._blocks.host.take([span.blocks[i] for i in wanted])
         if len(blocks) < len(wanted):
@@ -289,7 +289,7 @@ class DiskTier:
         return {name for name, everywhere in zip(names, has, strict=True) if everywhere}
 
     def _gather(self, numbers: list[int]) -> list[tuple[int, ...]]:
-        """Return the values of each of these numbers on all ranks, in the order of ranks."""
+        """All-gather numbers. Returns for each number its values on all ranks, in the order of ranks."""
         if self._ranks.alone or not numbers:
             return [(each,) for each in numbers]
         return list(zip(*self._ranks.gather_ints(numbers), strict=True))
@@ -356,14 +356,14 @@ class DiskTier:
 
 
 def _write_status(future: Future[int]) -> int:
-    """Return the state of a write as a number for other ranks: pending, failed (0) or done (1)."""
+    """Return the state of a write as a number for other ranks: pending (-1), failed (0) or done (1)."""
     return int(future.exception() is None) if future.done() else _PENDING
 
 
 def _read_status(future: Future[Read]) -> int:
-    """Return the state of a read as a number for other ranks: pending, or number of files and error of the next file.
+    """Return the state of a read as a number for other ranks: -1 while pending, else files read and kind of error.
 
-    A lower number is worse.
+    The rank that read fewest files has the lowest number.
     """
     if not future.done():
         return _PENDING

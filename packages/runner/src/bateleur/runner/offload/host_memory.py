@@ -73,7 +73,7 @@ def _unpin(device: torch.device, address: int) -> None:
 
 
 class HostMemory:
-    """Rows of bytes in host memory by key, with least-recently-used eviction. Held rows are not evicted."""
+    """Rows of bytes by key, with LRU eviction. `find` and `take` keep rows from eviction until `release`."""
 
     def __init__(self, num_rows: int, num_bytes: int, device: torch.device) -> None:
         """num_bytes: bytes of a row. device: rows are pinned if it is a GPU."""
@@ -89,24 +89,24 @@ class HostMemory:
         return bool(self._pool.find(key))
 
     def find(self, keys: Sequence[Hashable]) -> list[int]:
-        """Hold and return the rows of these keys, which must all be in host memory."""
+        """Return the rows of these keys, which must all be in host memory, and keep them from eviction."""
         found = [self._pool.find(key) for key in keys]
         self._pool.hold(found)
         return [each - 1 for each in found]
 
     def take(self, keys: Sequence[Hashable]) -> list[int]:
-        """Hold and return new rows, which `find` does not return before `insert`; [] if there is no room for all."""
+        """Reserve a row for each key; [] if there is no room for all. `find` sees them only after `insert`."""
         if len(keys) > self._pool.num_free:
             return []
         return [each - 1 for each in self._pool.allocate(len(keys))]
 
     def insert(self, keys: Sequence[Hashable], rows: Sequence[int]) -> None:
-        """Set the keys of held rows, so that `find` returns them. A key that another row has stays there."""
+        """Set the keys of rows from `take`, so that `find` returns them. A key that another row has stays there."""
         for key, row in zip(keys, rows, strict=True):
             self._pool.insert(row + 1, key)
 
     def release(self, rows: Iterable[int]) -> None:
-        """Remove one hold from each row. Rows given first are evicted first."""
+        """Undo one `find` or `take` of each row, so that it can be evicted. Rows given first are evicted first."""
         self._pool.free([each + 1 for each in rows])
 
     def forget(self, key: Hashable) -> None:
@@ -127,7 +127,7 @@ class OffloadedRows:
     def save_evicted(self, evicted: Sequence[tuple[int, Hashable]]) -> None:
         """Copy rows to host memory before the device evicts them. If they do not fit, copy the last ones.
 
-        evicted: (number of the row, key) of each.
+        evicted: (device row, key) of each.
         """
         new = [(number, key) for number, key in evicted if key not in self.host]
         self.save(new[-len(self.host.rows) :])
@@ -135,7 +135,7 @@ class OffloadedRows:
     def save(self, new: Sequence[tuple[int, Hashable]]) -> bool:
         """Copy rows that host memory lacks from the device. Returns False if there is no room.
 
-        new: (number of the row, key) of each.
+        new: (device row, key) of each.
         """
         if not new:
             return True
@@ -167,9 +167,9 @@ class OffloadedRows:
         return True
 
     def hold(self, keys: Sequence[Hashable]) -> list[int] | None:
-        """Hold and return host rows of `keys`, copied from the device if needed.
+        """Return host rows of `keys`, copied from the device if needed, and keep them from eviction.
 
-        None if a key is on neither side, or host memory has no room.
+        None if a key is neither on the device nor in host memory, or host memory has no room.
         """
         new = [(self.device.pool.find(key), key) for key in keys if key not in self.host]
         if not all(number for number, _ in new):

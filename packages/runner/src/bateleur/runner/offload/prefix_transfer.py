@@ -25,7 +25,7 @@ class PrefixTransfer:
     """Exports and imports prefixes of one engine, between two steps, on all ranks at once."""
 
     def __init__(self, cache: DeviceCache, layout: Callable[[], RowLayout], ranks: Ranks) -> None:
-        """layout: returns the layout; called when first needed, because it takes long. Its ValueError is passed on."""
+        """layout: returns the layout of files; called when first needed, because it is slow. May raise ValueError."""
         self._cache, self._get_layout, self._ranks = cache, layout, ranks
 
     @property

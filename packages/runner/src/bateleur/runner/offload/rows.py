@@ -1,4 +1,4 @@
-"""KV blocks and states as rows of bytes: a row has the entries of one block number in all tensors of a cache."""
+"""KV blocks and states as rows of bytes: row i has the bytes of block (or state slot) i in all tensors of a cache."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class RowPart:
 
 
 class PagedRows:
-    """Views tensors (numbers, *shape) as rows (numbers, num_bytes): row i has the bytes of entry i of each tensor."""
+    """Views tensors (n, *shape) as rows (n, num_bytes): row i has the bytes of entry i of each tensor."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         """tensors: at least one, all on one device, with contiguous entries."""
@@ -56,14 +56,14 @@ class PagedRows:
         self._rows = [each.view(len(each), -1).view(self._word) for each in tensors.values()]
 
     def gather(self, numbers: Sequence[int], out: Tensor | None = None) -> Tensor:
-        """Return copies of the rows `numbers`, (n, num_bytes) uint8 on the device, in `out` if given. Does not wait."""
+        """Return copies of the rows `numbers`, (n, num_bytes) uint8 on the device, in `out` if given. No host sync."""
         index = upload(np.array(numbers, np.int64), self._rows[0].device)
         into = None if out is None else out.view(self._word)
         rows = torch.cat([each.index_select(0, index) for each in self._rows], 1, out=into)
         return rows.view(torch.uint8)
 
     def scatter(self, numbers: Sequence[int], rows: Tensor) -> None:
-        """Set the rows `numbers`, all different, to rows (n, num_bytes) uint8 on the device. Does not wait."""
+        """Set the rows `numbers`, all different, to rows (n, num_bytes) uint8 on the device. No host sync."""
         index = upload(np.array(numbers, np.int64), self._rows[0].device)
         sources = rows.view(self._word).split([each.shape[1] for each in self._rows], 1)
         for each, source in zip(self._rows, sources, strict=True):
@@ -75,7 +75,7 @@ class PagedRows:
 
 
 def _divides(word: torch.dtype, tensor: Tensor) -> bool:
-    """Return whether the entries of a tensor consist of whole, aligned words of this dtype."""
+    """Return whether the entries of a tensor can be viewed as aligned elements of dtype `word`."""
     width = prod(tensor.shape[1:]) * tensor.dtype.itemsize
     offset = int(tensor.storage_offset()) * tensor.dtype.itemsize
     return bool(width % word.itemsize == 0 and offset % word.itemsize == 0)
@@ -119,13 +119,13 @@ class RowLayout:
 
 @dataclass(frozen=True, slots=True)
 class PagedCache:
-    """KV blocks or recurrent states of a device: the pool of their numbers and keys, and their bytes."""
+    """KV blocks or recurrent states of a device: the pool that maps keys to row numbers, and the rows."""
 
     pool: BlockPool
     rows: PagedRows
 
     def add(self, keys: Sequence[Hashable], data: NDArray[np.uint8]) -> bool:
-        """Add the uncached `keys` with their contents, rows of `data` (n, num_bytes). Do not write to `data` any more.
+        """Add those `keys` that are not cached. data: (n, num_bytes) their contents; do not write to it any more.
 
         Returns False, and adds nothing, if there is not enough room.
         """

@@ -42,7 +42,7 @@ class FileSpan:
 
 
 class PrefixSpans:
-    """All spans (segments and endings) of one prefix.
+    """The files of one prefix: full segments of 16 blocks, and endings (positions at which a request can continue).
 
     cache: the device's prefix cache.
     keys: prefix keys of `ids`.
@@ -63,7 +63,7 @@ class PrefixSpans:
             self.blocks = prefixes.block_keys(keys, ids, 0, self.length // self.block_size)
 
     def segments(self) -> Iterator[FileSpan]:
-        """Yield all full segments, in order."""
+        """Yield the parts of the prefix in files of full segments, in order."""
         for end in range(self.segment, self.length + 1, self.segment) if self._has_blocks else ():
             yield self._span(end - self.segment, end, "kv")
 
@@ -76,7 +76,7 @@ class PrefixSpans:
         return self._keys.of(self._ids, end) if self._has_pages else None
 
     def base(self, end: int) -> int:
-        """Return the number of tokens in the full segments before an ending."""
+        """Return the number of tokens in full segments (16 blocks each) before position `end`."""
         return end // self.segment * self.segment if self._has_blocks else end
 
     def ends(self) -> Iterator[int]:
@@ -86,14 +86,14 @@ class PrefixSpans:
     def two_ends(self, prompt_len: int) -> set[int]:
         """Return where to end files: at the last possible position, and at the last one before the prompt's last token.
 
-        Positions at which a full segment ends are left out.
+        Positions at which a full segment (16 blocks) ends are left out.
         """
         size = self.granularity
         last = (self.length // size * size, min(prompt_len - 1, self.length) // size * size)
         return {end for end in last if self.base(end) < end}
 
     def ending(self, end: int) -> FileSpan:
-        """Return the span of the ending after `end` tokens."""
+        """Return the part of the prefix in the file that ends at position `end`, after its full segments."""
         return self._span(self.base(end), end, "end")
 
     @property
@@ -115,7 +115,7 @@ def missing_spans(
     has_page: Callable[[bytes], bool],
     has_file: Callable[[str], bool],
 ) -> list[FileSpan]:
-    """Return the files to read, in order, for the longest prefix that is completely in memory or in files."""
+    """Return the files of `chain` to read, in order, for its longest prefix that is completely in memory or files."""
     wanted: list[FileSpan] = []
     count = 0  # blocks
     for span in chain.segments():

@@ -23,7 +23,7 @@ Stat = tuple[int, int, int, int]
 
 @dataclass(frozen=True, slots=True)
 class WeightFiles:
-    """The files of a checkpoint folder, with their status at the time when the model was loaded."""
+    """The files of a checkpoint folder, with their sizes, inodes and times when the model was loaded."""
 
     folder: Path
     stats: tuple[tuple[str, Stat], ...]
@@ -31,13 +31,13 @@ class WeightFiles:
 
     @classmethod
     def of(cls, folder: Path) -> WeightFiles:
-        """Record the status of the files. Call it right after they were read."""
+        """Record sizes, inodes and times of the files. Call it right after they were read."""
         return cls(folder, _stats(folder))
 
     def digest(self, cache_path: Path | None = None) -> str:
         """Return the digest, 32 hexadecimal digits. Reads all files, up to 8 at once, each at about 1 GB/s.
 
-        cache_path: a file that caches the digest for files with unchanged status.
+        cache_path: a file that caches the digest; valid while sizes, inodes and times are unchanged.
         Raises ValueError if the files have changed since they were loaded.
         """
         if cache_path is not None and (cached := _cached_digest(cache_path, self.stats)):

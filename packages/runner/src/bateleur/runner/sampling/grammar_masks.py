@@ -30,7 +30,7 @@ class GrammarMasks:
     """
 
     def __init__(self, sampler: RejectionSampler, *, graphed: bool) -> None:
-        """graphed: requests are padded to one query length, so empty draft slots take no extra time."""
+        """graphed: whether CUDA graphs pad requests to one query length; then empty draft slots take no extra time."""
         self._sampler, self._table, self._graphed = sampler, sampler.table, graphed
         # COUPLED compares drafts with the target's sample, so a forbidden draft is useless. The other rules sample from
         # the residual distribution after a rejection, so the first forbidden draft is tested, and rejected.
@@ -54,7 +54,7 @@ class GrammarMasks:
     def cut_drafts(self) -> None:
         """Limit the drafts of the next step to those before the first that the grammar forbids.
 
-        Under rules other than COUPLED that draft stays, too, and is then rejected.
+        Under acceptance rules other than COUPLED the first forbidden draft stays, too, and is rejected.
         """
         self._receive()
         table = self._table
@@ -80,7 +80,7 @@ class GrammarMasks:
             self._received |= zip(requests, drafts_RK.tolist(), strict=True)
 
     def _look(self, requests: list[Request]) -> list[tuple[Request, list[int]]]:
-        """Find the drafts of these requests that their grammars allow; returns each request with all its drafts."""
+        """Set `_drafts` to the drafts that grammars allow. Returns each request that has drafts, with all of them."""
         table, self._drafts = self._table, {}
         looked: list[tuple[Request, list[int]]] = []
         # A request that has ended, is recomputed or is in its prompt will get new drafts.
@@ -97,7 +97,7 @@ class GrammarMasks:
         return looked
 
     def allowed(self, batch: StepBatch) -> Tensor | None:
-        """Return the allowed tokens as bits, (L, W) int32 on the device; None if no request needs them.
+        """Return a mask of allowed tokens, int32 (rows of logits, mask words), see `forbid_`; None without grammars.
 
         Rows of logits after a rejected draft, which are not sampled from, allow all tokens.
         """

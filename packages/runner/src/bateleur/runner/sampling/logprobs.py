@@ -34,10 +34,11 @@ class Logprobs(NamedTuple):
 def logprobs_of(
     logits: Tensor, token_ids: Tensor, num_top: int, shard: VocabShard | None = None, named: Tensor | None = None
 ) -> Logprobs:
-    """Log probabilities of (R,) tokens and of the `num_top` most likely ones, under (R, V) float32 logits or a shard.
+    """Return log probabilities of `token_ids` (R,) and of the `num_top` most likely tokens of each row.
 
+    logits: (R, V) float32, of all V tokens of the vocabulary or of a shard.
     named: (R, k) int64 tokens that replace the first of the most likely ones, -1 for none; k <= num_top.
-    If several tokens are equally likely at the end of the list, any of them may be returned.
+    Which of equally likely tokens are returned is undefined.
     """
     scale = LogNormalizer.of(logits, shard)
     sampled_R1 = _gathered(logits, token_ids.unsqueeze(1), shard)

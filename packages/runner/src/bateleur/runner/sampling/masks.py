@@ -20,17 +20,17 @@ def mask_words(vocab_size: int) -> int:
 
 
 def words_of(token_ids: Sequence[int], vocab_size: int) -> NDArray[np.int32]:
-    """Return the bit mask (W,) of these tokens, each in [0, vocab_size), in the form that `forbid_` takes."""
+    """Return a bit mask of these tokens, each in [0, vocab_size): `mask_words` words, see `forbid_`."""
     bits = np.zeros(32 * mask_words(vocab_size), np.uint8)
     bits[np.asarray(token_ids, np.int64)] = 1
     return np.packbits(bits, bitorder="little").view("<i4").astype(np.int32)
 
 
 def forbid_(logits_SV: Tensor, allowed_SW: Tensor, first: int = 0) -> None:
-    """Set the logits of tokens whose bit is not set to -inf, in place, even logits that are NaN.
+    """Set logits to -inf, in place, for tokens without a bit in `allowed_SW`, even if they are NaN.
 
-    logits_SV: (S, V) floating, for the tokens from `first` on. allowed_SW: (S, W) int32 on the same device, bits of the
-    whole vocabulary: token t is bit t % 32, counted from the lowest, of word t // 32.
+    logits_SV: S rows of logits for the tokens from `first` on. allowed_SW: (S, words) int32 on the same device, bits of
+    the whole vocabulary: token t is bit t % 32, counted from the lowest, of word t // 32.
     """
     num_tokens = logits_SV.shape[1]
     # Bytes take a quarter of the memory of words below.

@@ -28,8 +28,8 @@ _LOGITS_AT_ONCE = 1 << 24
 class PendingPromptLogprobs(NamedTuple):
     """Prompt log probabilities of a step, while they are copied to the host.
 
-    requests: each request with its number of prompt tokens that this step scored. token_ids: (N,) these tokens, request
-    by request.
+    requests: each request, and for how many of its prompt tokens this step computed log probabilities.
+    token_ids: (N,) these tokens of all requests, concatenated.
     """
 
     requests: list[tuple[Request, int]]
@@ -37,7 +37,7 @@ class PendingPromptLogprobs(NamedTuple):
     fetch: Fetch
 
     def wait(self) -> list[NDArray[Any]]:
-        """Wait for the copy, and return the fields of `Logprobs` with one row per scored token."""
+        """Wait for the copy, and return the fields of `Logprobs` with one row for each of `token_ids`."""
         fields, width = self.fetch.wait(), len(Logprobs._fields)
         return [np.concatenate(fields[i::width]) for i in range(width)]
 
@@ -50,9 +50,9 @@ class PromptLogprobs:
         self._tokens_at_once = max(1, _LOGITS_AT_ONCE // model.spec.vocab_size)
 
     def score(self, batch: StepBatch, hidden_TM: Tensor) -> PendingPromptLogprobs | None:
-        """Score the prompt token after each token of this step; None if no request asks for prompt log probabilities.
+        """Compute log probabilities of the prompt tokens after the tokens of this step; None if no request needs any.
 
-        A recomputed request gets only those that it has not got before.
+        A request that is recomputed gets only those that it has not got before.
         """
         asked = [i for i in range(batch.num_decodes, len(batch.rows)) if batch.requests[i].lacks_prompt_logprobs]
         if not asked:

@@ -73,7 +73,7 @@ class SamplerOutput:
 
     @property
     def token_ids(self) -> Tensor:
-        """Emitted tokens (S, J) int64, -1 after the last."""
+        """Emitted tokens of each sampling request, (S, width) int64, -1 after the last."""
         return self.packed[:, 2 : 2 + self.width]
 
 
@@ -89,14 +89,12 @@ class SampledStep(NamedTuple):
 class SamplerRows:
     """Row layout of the eager and the captured rejection sampler. Addresses never change, so that graphs can read them.
 
-    By row of the request table:
+    M rows of the request table, N rows that sample in the current step, J tokens that a row emits at most:
         next_ids: (1 + M, J) int64, the last sampled token, then drafts, -1 where there is none. Row M is for padding.
-
-    By row that samples in the current step; padding is 0, except for `table_rows`:
-        table_rows: (N,) int64 rows of the request table; M in padding.
+        table_rows: (N,) int64 rows of the request table; M in padding. The padding of other buffers is 0.
         seeds: (N,) int64. num_drafts: (N,) int64 drafts to test. values: (N, 4) float32, see `SamplingMetadata`.
         emitted: (N, J) int64 emitted tokens, -1 after the last.
-        num_valid: (N,) int64 tokens of the row that stay. Rows without a token keep old values of both.
+        num_valid: (N,) int64 emitted tokens of the row. Unused rows keep old values of `emitted` and `num_valid`.
     """
 
     def __init__(self, max_rows: int, width: int, device: torch.device) -> None:
@@ -135,13 +133,13 @@ class SamplerRows:
         self._staged.copy_(upload(staged, self._device))
 
     def drafts(self, num_rows: int) -> Tensor:
-        """(R, K) int64 drafts to test in the first `num_rows` rows, -1 where there is none. Can be captured."""
+        """Return the drafts to test in the first rows, (num_rows, J - 1) int64, -1 for none. Can be captured."""
         drafts_RK = self.next_ids.index_select(0, self.table_rows[:num_rows])[:, 1:]
         return drafts_RK.where(self._draft_slots < self.num_drafts[:num_rows, None], -1)
 
     def emit(self, tokens: Tensor, num_emitted: Tensor) -> None:
-        """Store the emitted tokens (R, J) of the first R rows, and their numbers (R,) int64. The last token of each row
-        is computed next. Can be captured.
+        """Store the emitted tokens (R, J) of the first R rows, and their numbers (R,) int64. The last emitted token of
+        a row is its next input token. Can be captured.
         """
         num_rows = len(num_emitted)
         last_R1 = (num_emitted - 1).clamp_min_(0).unsqueeze(1)
@@ -151,7 +149,7 @@ class SamplerRows:
         self.num_valid[:num_rows].copy_(num_emitted)
 
     def keep(self, table_rows: Tensor, tokens: Tensor, drafts: Tensor) -> None:
-        """Store the next tokens (R,) of rows of the request table, and their drafts (R, K). Can be captured."""
+        """Store next input tokens (R,) and drafts (R, J - 1) of R rows of the request table. Can be captured."""
         self.next_ids.index_copy_(0, table_rows, torch.cat((tokens.unsqueeze(1), drafts), 1))
 
     def poison(self) -> None:
@@ -170,10 +168,10 @@ class SamplerRows:
 
 
 class RejectionSampler:
-    """Verifies the drafts of steps, and keeps the token ids that every request computes next.
+    """Verifies the drafts of steps, and keeps the next input tokens of every request on the device.
 
-    rows: buffers that `verify` (eager) and `record` (captured) read. distribution: distribution from which the drafts
-    of requests were sampled.
+    rows: buffers that `verify` (eager) and `record` (captured) read. distribution: returns the distribution from which
+    the drafts of table rows were sampled.
     can_capture: whether a graph can contain this distribution; other drafters than EAGLE may return a new tensor each
     time.
     """
@@ -187,7 +185,7 @@ class RejectionSampler:
         rule: Rule,
         drafter: Drafter | None,
     ) -> None:
-        """rule: how drafts are tested. Raises ValueError if the rule can't test the drafter's drafts."""
+        """rule: acceptance rule of drafts. Raises ValueError if the rule does not support the drafter's drafts."""
         self.model, self.sampler, self.table, self.rule = model, sampler, table, rule
         self.device, self.num_drafts = model.device, num_speculative_tokens
         self.distribution = distribution_of(drafter, rule)
@@ -196,16 +194,16 @@ class RejectionSampler:
         self.rows = SamplerRows(len(table.token_ids), 1 + num_speculative_tokens, self.device)
 
     def next_tokens(self, batch: StepBatch) -> Tensor:
-        """(R,) int64 last sampled token of each row."""
+        """Return the last sampled token (R,) int64 of each of the R requests of the batch."""
         return self.rows.next_ids[:, 0].index_select(0, batch.index.rows)
 
     def drafts_of(self, table_rows: NDArray[np.int64]) -> Tensor:
-        """(R, K) int64 drafts of these rows of the request table on the device, -1 where there is none."""
+        """Return the drafts of n rows of the request table, (n, num_drafts) int64 on the device, -1 for none."""
         return self.rows.next_ids[:, 1:].index_select(0, upload(table_rows, self.device))
 
     def stage(self, batch: StepBatch) -> Tensor | None:
-        """Stage the rows of the batch that sample, for both forms. Returns the token ids of the decoding rows,
-        concatenated, on the device; None if no row decodes.
+        """Write the sampling requests of the batch to buffers `rows`. Returns the input tokens of decoding requests,
+        concatenated, on the device; None if no request decodes.
         """
         (_, table_rows), last = batch.sampled, batch.sampling
         num_drafts = np.minimum(self.table.num_drafts[table_rows], batch.index.num_slots_S)
@@ -247,7 +245,7 @@ class RejectionSampler:
         return SamplingInputs(num_drafts, plain, kind, self.rows.seeds[:count], temperature, metadata)
 
     def num_generated(self, batch: StepBatch) -> NDArray[np.int64]:
-        """(S,) tokens that each row has generated before this step, at most."""
+        """Return upper bounds (S,) of the tokens that the S sampling requests have generated before this step."""
         table, (_, rows_S) = self.table, batch.sampled
         found: NDArray[np.int64] = table.num_tokens[rows_S] - table.prompt_len[rows_S] - 1 - batch.index.num_slots_S
         return found
@@ -269,9 +267,9 @@ class RejectionSampler:
     def verify(
         self, batch: StepBatch, metadata: CommonAttentionMetadata, hidden_TD: Tensor, allowed: Tensor | None = None
     ) -> SampledStep:
-        """Verify the drafts of the rows that compute their last known token, and sample. `stage` must have been called.
+        """Verify the drafts of the requests that sample in this step, and sample. Call `stage` before.
 
-        allowed: (L, ceil(V / 32)) int32 on the device, bits of the tokens that may be sampled, see `forbid_`.
+        allowed: bit mask of the tokens that may be sampled in each row of logits, see `forbid_`; None: all.
         """
         index, inputs = batch.index, batch.sampling
         assert inputs is not None
@@ -319,7 +317,7 @@ class RejectionSampler:
     def _test(
         self, processed: ProcessedLogits, drafts_SK: Tensor, starts: Tensor, positions_S: Tensor, temperature_S: Tensor
     ) -> RejectionOutput:
-        """Test the drafts of the first S requests, whose logits begin at row `starts` (S + 1,). Can be captured."""
+        """Test the drafts of S requests. starts: (S + 1,) first row of logits of each. Can be captured."""
         count, metadata = len(positions_S), processed.metadata
         distribution: DraftDistribution = OneHot()  # greedy rows are the same under each distribution
         if metadata is not None:
@@ -340,7 +338,7 @@ class RejectionSampler:
     def record(self, metadata: CommonAttentionMetadata, hidden_TD: Tensor, kind: str) -> Tensor:
         """Verify the staged requests of a padded batch, and sample. Can be captured. kind: one of `KINDS`.
 
-        Returns (N, 2 + J + K) int64, see `SamplerOutput.packed`. Other results go to the buffers `rows`.
+        Returns `SamplerOutput.packed`. Other results go to the buffers `rows`.
         """
         rows, num_reqs = self.rows, metadata.num_reqs
         drafts_NK, values_N4, sampling = rows.drafts(num_reqs), rows.values[:num_reqs], None
@@ -359,7 +357,7 @@ class RejectionSampler:
         return _pack(emitted, emitted.bad.long(), drafts_NK)
 
     def outcome_of(self, batch: StepBatch, packed: Tensor) -> SampledStep:
-        """Return the outcome of `record` for `batch`, from its result `packed`. On a CPU, copies it from the graph."""
+        """Return the outcome of `record` for `batch`, from its result `packed`, which is copied on a CPU."""
         index, packed_S = batch.index, packed[: len(batch.rows)]
         packed_S = packed_S.clone() if self.device.type == "cpu" else packed_S
         output = SamplerOutput(index.sampled, index.first_S, packed_S, 1 + self.num_drafts)
@@ -367,8 +365,8 @@ class RejectionSampler:
 
 
 def draw(sampler: Sampler, processed: ProcessedLogits, seeds_S: Tensor, positions_S: Tensor) -> SampledTokens:
-    """Sample one token for each row, on the device; greedy rows need no seeds. The request of a bad row must end with
-    an error. positions: (S,) int64, index of the token in its sequence.
+    """Sample one token for each of S rows of logits, on the device. seeds_S: ignored by greedy rows. positions_S: int64
+    index of the token in its sequence. The request of a row with `SampledTokens.bad` set must end with an error.
     """
     if processed.metadata is None:
         return argmax(processed.logits, sampler.shard)
@@ -376,5 +374,5 @@ def draw(sampler: Sampler, processed: ProcessedLogits, seeds_S: Tensor, position
 
 
 def _pack(emitted: RejectionOutput, bad: Tensor, drafts: Tensor) -> Tensor:
-    """Return the tensor (R, 2 + J + K) int64 of `SamplerOutput.packed`."""
+    """Concatenate the columns of `SamplerOutput.packed`."""
     return torch.cat((emitted.num_emitted.unsqueeze(1), bad.unsqueeze(1), emitted.tokens, drafts), 1)

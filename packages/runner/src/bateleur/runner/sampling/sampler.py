@@ -3,8 +3,8 @@
 Arrays on the host decide which processing a step needs. So a step never waits for the device, and a greedy batch runs
 only one argmax. The token of a request does not depend on the other requests of the batch.
 
-Legend for shapes: R rows of logits of this step, M rows of the request table, S rows of the step that need a treatment,
-V vocabulary.
+Legend for shapes: R rows of logits of this step, M rows of the request table, S rows of the step that need a processing
+step, V vocabulary.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ class Sampler:
         allowed: Tensor | None = None,
     ) -> ProcessedLogits:
         """Apply token rules (`TokenRules`), then repetition, frequency and presence penalties, in vLLM's order. The
-        result names temperature, min_p, top_k and top_p, which are applied when a token is sampled.
+        result contains temperature, min_p, top_k and top_p, which are applied when a token is sampled.
 
         logits: (R, V) float32 on the device; not written to.
         rows: (R,) row of the request table for each row of logits. A request with drafts has adjacent rows, one per
@@ -167,7 +167,7 @@ class Sampler:
         return bool((self._num_logprobs[rows] >= 0).any())
 
     def logprobs(self, logits: Tensor, token_ids: Tensor, rows: NDArray[np.int64]) -> Logprobs | None:
-        """Log probabilities of (R,) tokens under the raw logits, if a request in `rows` (R,) needs any."""
+        """Return log probabilities of (R,) tokens under the raw logits; None if no request in `rows` (R,) needs any."""
         wanted = int(self._num_logprobs[rows].max(initial=-1))
         if wanted < 0:
             return None
@@ -186,7 +186,7 @@ class Sampler:
         return Penalties(values, owners, self._output_counts, self._prompt_mask, before)
 
     def count(self, rows: NDArray[np.int64], token_ids: Tensor) -> None:
-        """Count emitted tokens for penalties and bad words. token_ids: (R, J) int64 on the device, -1 for no token."""
+        """Record emitted tokens for penalties and bad words. token_ids: (R, n) int64 on the device, -1 for no token."""
         self._rules.count(rows, token_ids)
         chosen = np.flatnonzero(self._penalised[rows])
         if not chosen.size:
@@ -203,9 +203,7 @@ class Sampler:
     def depends_on_length(
         self, rows: NDArray[np.int64], min_lengths: NDArray[np.int32], max_lengths: NDArray[np.int32]
     ) -> NDArray[np.bool_]:
-        """Return (R,) bool: whether sampling may differ between `min_lengths` and `max_lengths` (R,) generated
-        tokens.
-        """
+        """Return (R,) bool: whether sampling may change while a request goes from its min to its max length (generated)."""
         return self._rules.depends_on_length(rows, min_lengths, max_lengths)
 
     def is_plain(self, rows: NDArray[np.int64], num_output_tokens: NDArray[np.int64]) -> bool:

@@ -42,7 +42,7 @@ Forward = CudaGraphManager[StepContext, tuple[Tensor, ...]]
 
 @dataclass(frozen=True, slots=True)
 class SampleState:
-    """A step after its forward pass. hidden: (T, D), in the output buffer of the graph of the forward pass."""
+    """A step after its forward pass. hidden: hidden states in the output buffer of the forward pass's graph."""
 
     context: StepContext
     hidden: Tensor
@@ -57,17 +57,17 @@ class SampleStepProducer:
 
     @property
     def generation(self) -> int:
-        """How often the step's buffers have been staged."""
+        """Number of times that the step's buffers have been written."""
         return self._forward_states.generation
 
     def stage(self, key: BatchExecutionDescriptor, phase: Phase) -> StagedBatch[SampleState]:
-        """Stage dummy rows."""
+        """Stage a dummy step without sampling requests."""
         forward_step = self._forward_states.stage(replace(key, variant=()), phase)
         self._sampler.rows.clear()
         return self._after_forward(forward_step, key)
 
     def fuzz(self, key: BatchExecutionDescriptor, seed: int) -> StagedBatch[SampleState]:
-        """Stage random rows of a random step; for an engine without requests."""
+        """Stage a random step with random sampling parameters and drafts; for an engine without requests."""
         forward_step = self._forward_states.fuzz(replace(key, variant=()), seed)
         staged = self._after_forward(forward_step, key)
         rng = np.random.default_rng(seed)
@@ -118,7 +118,7 @@ def stage_random_rows(
 
 
 def sample_graph_keys(forward: Iterable[BatchExecutionDescriptor]) -> tuple[BatchExecutionDescriptor, ...]:
-    """Return the graph keys for forward graphs with equal query lengths: one for each kind of sampler."""
+    """Return graph keys of the end of a step: per forward key with equal query lengths, one per kind of sampler."""
     uniform = [key for key in forward if key.uniform_query_len]
     return tuple(replace(key, variant=(kind,)) for key in uniform for kind in KINDS)
 
@@ -134,7 +134,7 @@ class SampleGraphs:
         model_state: ModelState,
         lengths: RowLengths | None,
     ) -> None:
-        """Plan graphs for each graph of `forward` with rows of equal length; `capture` captures them."""
+        """Plan graphs for each graph of `forward` with equal query lengths; `capture` captures them."""
         self._forward, self._sampler = forward, sampler
         self._model_state, self._lengths = model_state, lengths
         ready = [key for key in forward.dispatcher.keys if key in forward.ready]
@@ -156,7 +156,7 @@ class SampleGraphs:
             warnings.warn(f"no graph of the end for {failure.key}: {failure.reason}", RuntimeWarning, stacklevel=2)
 
     def has(self, key: BatchExecutionDescriptor) -> bool:
-        """Whether a graph for a step with forward graph `key` can be replayed, for any kind of sampler."""
+        """Whether the end of a step with forward graph `key` has graphs for all kinds of sampler."""
         return all(replace(key, variant=(kind,)) in self.manager.ready for kind in KINDS)
 
     def run(self, staged: StagedBatch[StepContext], hidden_TD: Tensor, kind: str) -> Tensor:
@@ -226,7 +226,7 @@ class SampleStep:
     def run(
         self, batch: StepBatch, staged: StagedBatch[StepContext], hidden_TD: Tensor, allowed: Tensor | None
     ) -> SampledStep:
-        """End a staged step after its forward pass. allowed: (L, W) bits of the tokens that grammars allow, if any.
+        """End a staged step after its forward pass. allowed: see `GrammarMasks.allowed`.
 
         Raises ReplayFailed if the graph failed; its key runs eagerly from then on.
         """

@@ -118,7 +118,7 @@ class TokenRules:
         return ruled, best == -torch.inf
 
     def concern(self, rows: NDArray[np.int64], num_output_tokens: NDArray[np.int64]) -> bool:
-        """Return whether one of these requests has a rule that acts after so many generated tokens."""
+        """Return whether a token rule applies to one of these requests at its number of generated tokens."""
         return bool(
             (num_output_tokens < self._min_tokens[rows]).any() or self._limited[rows].any() or self._biased[rows].any()
         )
@@ -130,14 +130,12 @@ class TokenRules:
     def depends_on_length(
         self, rows: NDArray[np.int64], min_lengths: NDArray[np.int32], max_lengths: NDArray[np.int32]
     ) -> NDArray[np.bool_]:
-        """Return (R,) bool: whether the rules may differ between `min_lengths` and `max_lengths` (R,) generated
-        tokens.
-        """
+        """Return (R,) bool: whether rules may change while a request goes from its min to its max length (generated)."""
         needed = self._min_tokens[rows]
         return (min_lengths < needed) & (needed <= max_lengths)
 
     def count(self, rows: NDArray[np.int64], token_ids: Tensor) -> None:
-        """Append emitted tokens for bad words. token_ids: (R, J) int64 on the device, -1 for no token."""
+        """Record emitted tokens for bad words. token_ids: (R, n) int64 on the device, -1 for no token."""
         self._biases.count(rows, token_ids)
 
     def _limit(self, row: int, token_ids: Sequence[int]) -> None:
@@ -244,7 +242,7 @@ class Biases:
             logits.view(-1).scatter_add_(0, cells_NJ.flatten(), values_NJ.flatten())
 
     def count(self, rows: NDArray[np.int64], token_ids: Tensor) -> None:
-        """Append emitted tokens, (R, J) int64 on the device, -1 where there is none."""
+        """Record emitted tokens, (R, n) int64 on the device, -1 for no token."""
         chosen = np.flatnonzero(self._follows[rows])
         if not chosen.size:
             return
@@ -261,8 +259,8 @@ class Biases:
         return _Entries(entries.tokens[here] - self._first, entries.values[here], entries.prefixes[here])
 
     def _matches(self, table: _Table, drafts: Tensor | None) -> Tensor:
-        """Return (N, J) bool: whether the prefix of each bias was just generated, before each of (N, J - 1) drafts and
-        after the last.
+        """Return (biases, 1 + drafts) bool: whether the tokens before each draft, and before the token after the last
+        draft, end with the prefix of the bias.
         """
         width = table.prefixes.shape[1]
         known = self._tails[:, self._tails.shape[1] - width :].index_select(0, table.owners)
@@ -298,7 +296,7 @@ class Biases:
 
 
 def _width(length: int) -> int:
-    """Width of prefixes with `length` tokens: the next power of two, so that there are few tables."""
+    """Return the padded length of a prefix: the next power of two, so that there are few tables."""
     return 1 << (length - 1).bit_length() if length else 0
 
 

@@ -115,7 +115,7 @@ class Follower:
         return Reply(outputs, stats)
 
     def _group_of(self, admitted: AdmittedRequest) -> RequestGroup:
-        """Create requests that the first rank has admitted. Without data parallelism they need no text."""
+        """Create requests that the first rank has admitted, without text output unless this is a data-parallel rank."""
         if self._data_parallel:
             return self._inputs.follow(admitted)
         params = admitted.params

@@ -45,9 +45,9 @@ def _start(size: int) -> list[RankProcess]:
 
 
 class Leader:
-    """Sends each message of an engine to the other ranks before the engine makes the change.
+    """Sends each message of an engine to the other ranks before this rank applies it.
 
-    A change that was sent must not be interrupted: signals are delayed, and an error ends all ranks.
+    A message that was sent must be applied: signals are delayed meanwhile, and an error ends all ranks.
     """
 
     def __init__(self, config: EngineConfig, rendezvous: TorchrunRendezvous | None = None) -> None:
@@ -131,7 +131,7 @@ class Leader:
         self._monitor.on_fault = callback
 
     def send(self, message: Message) -> Leader:
-        """Send a message to all ranks; returns a context for the same change on this rank, see `SendMessage`.
+        """Send a message to all ranks. Returns a context in which this rank applies it, see `SendMessage`.
 
         Raises EngineDead, also for an error inside the context. Raises ValueError, before anything is sent, for a
         message that cannot be pickled.
@@ -144,7 +144,7 @@ class Leader:
         return self._send(time_limit(message, self._limit), [_pickle(wire)] * self.ranks.size)
 
     def send_each(self, messages: Sequence[WireMessage]) -> Leader:
-        """Send each rank its own message, in the order of ranks. Inside the context the ranks reply."""
+        """Send each rank its own message, by rank. Returns a context in which this rank applies its own."""
         return self._send(self._limit, [_pickle(each) for each in messages])
 
     def _send(self, limit: float, messages: Sequence[bytes]) -> Leader:
@@ -182,7 +182,7 @@ class Leader:
         return EngineDead("it was closed") if fault is None else fault.copy()
 
     def _fail(self, error: BaseException) -> NoReturn:
-        """End all ranks, and raise the cause of the error."""
+        """End all ranks. Raise the failure of another rank if there is one, else RankFailed for this rank."""
         fault = self._monitor.wait_over()
         if isinstance(error, RankFailed):  # found by all ranks
             fault = error
