@@ -76,7 +76,7 @@ def batch(args: argparse.Namespace) -> int:
 
 
 def _adapters(args: argparse.Namespace) -> dict[str, str]:
-    """Folders of the LoRA adapters of --lora-modules, by name."""
+    """Return the folders of the LoRA adapters of --lora-modules, by name."""
     modules = ServeConfig(**given_options(args, ("lora_modules",))).lora_modules
     if modules and not given_options(args, ("enable_lora",)).get("enable_lora"):
         refuse("lora_modules", modules, "left out without enable_lora")
@@ -88,7 +88,7 @@ def _adapters(args: argparse.Namespace) -> dict[str, str]:
 
 
 def _request_runner(args: argparse.Namespace, adapters: Mapping[str, str]) -> RunRequests:
-    """The function that runs the requests of a file: on an engine of this process, or on replicas."""
+    """Return the function that runs the requests of a file, on an engine of this process or on replicas."""
     replicas = ReplicaConfig(**given_options(args, ("replicas", "ray_address")))
     if replicas.is_single:
         return partial(run_locally, open_llm=lambda: _open(args), adapters=adapters)

@@ -140,7 +140,7 @@ def build_parser() -> ArgumentParser:
 
 
 def given_options(args: Namespace, names: Collection[str] | type) -> dict[str, Any]:
-    """Return the given arguments with these names, or with the names of a configuration class's options."""
+    """Return the given arguments with names in `names`, or in the options of the configuration class `names`."""
     wanted = [each.name for each in options_of(names)] if isinstance(names, type) else names
     return {name: value for name, value in vars(args).items() if name in wanted}
 

@@ -33,11 +33,11 @@ class StdoutResults:
     """Folder of the result file, where temporary files may be put; None if there is none."""
 
     def resume(self, requests: RequestFile) -> int:
-        """Find the results of an earlier run, and return how many requests have one."""
+        """Return 0, the number of requests that have a result of an earlier run."""
         return 0
 
     def has_result(self, line: int) -> bool:
-        """Whether the request of this line has a result."""
+        """Return False: results on stdout are not read back."""
         return False
 
     def write(self, line: int, record: Mapping[str, Any]) -> None:
@@ -47,10 +47,10 @@ class StdoutResults:
             sys.stdout.buffer.flush()
 
     def finish(self) -> None:
-        """Sort the results, if possible; called when all requests have ended."""
+        """Called when all requests have ended. Does nothing for stdout."""
 
     def close(self) -> None:
-        """Close the file."""
+        """Do nothing: stdout stays open."""
 
 
 class ResultFile(StdoutResults):

@@ -18,7 +18,7 @@ from bateleur.runner.distributed.ranks import Ranks
 
 
 class ExpertParallel:
-    """Exchange between data-parallel ranks, each with some of the experts. Each rank takes part in all ranks' passes.
+    """Exchange between data-parallel ranks, each with some of the experts. All ranks run each forward pass together.
 
     Two collectives per layer: all tokens with their experts go to all ranks, and the outputs of the experts come back.
     They are summed in the order of ranks, so the sum does not depend on the rank or position of a token.
@@ -65,7 +65,7 @@ class DataParallelSync:
         self._ready = None if everywhere.issuperset(plan.keys) else everywhere
 
     def coordinate(self, own_step: RankStep) -> JointDispatch:
-        """Exchange the batches of all ranks, and dispatch them together."""
+        """Exchange the batch sizes of all ranks, and choose one graph or padded size for all of them."""
         by_rank = self._exchange.ranks.gather_ints(self._codec.encode(RankStep(own_step.batch)))
         steps = [RankStep(self._codec.decode(each).batch, self._ready) for each in by_rank]
         agreed = dispatch_jointly(steps, self._plan)

@@ -131,7 +131,7 @@ def needed_bytes(setup: EngineSetup, memory: DeviceMemory | None = None) -> int:
 
 
 def trial_setup(setup: EngineSetup) -> EngineSetup:
-    """Return the setup of a trial: the smallest caches for as many requests, and no offloading.
+    """Return the setup of a trial: the smallest caches for the same number of requests, and no offloading.
 
     The trial captures the largest graph size and a few small ones.
     """

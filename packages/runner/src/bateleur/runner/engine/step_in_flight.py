@@ -58,7 +58,7 @@ class StepInFlight:
         return present
 
     def undo(self, table: RequestTable) -> None:
-        """Restore the tokens and drafts of the requests before the step. Can be repeated after an interruption."""
+        """Restore the tokens and drafts that requests had before the step. Can be repeated after an interruption."""
         for request, num_tokens in zip(*self.appending, strict=True):
             request.rewind(int(num_tokens) - len(request.prompt_token_ids))
         for request, num_drafts in zip(self.batch.requests, self.num_drafts.tolist(), strict=True):

@@ -102,7 +102,7 @@ class DiskTier:
     # --- writing ------------------------------------------------------------------------------------------
 
     def save(self, keys: PrefixKeys, ids: NDArray[np.int32], num_tokens: int, prompt_len: int) -> None:
-        """Queue files for the first `num_tokens` tokens of an ended request, as far as memory allows.
+        """Queue files with the caches of the first `num_tokens` tokens of an ended request, as far as memory allows.
 
         These tokens are in the prefix cache. Without states, files end at two positions: at the end of the
         request, and at the last position from which the same prompt could start again. `ids` must not be
@@ -188,10 +188,9 @@ class DiskTier:
     # --- reading ------------------------------------------------------------------------------------------
 
     def fetch(self, request: Request, keys: PrefixKeys, ids: NDArray[np.int32], max_tokens: int) -> bool:
-        """Start to read files with the first `max_tokens` tokens of a request, which then waits until `arrived` returns
-        it.
+        """Start to read files with the caches of up to `max_tokens` tokens of a request; returns whether any exist.
 
-        Returns whether there are any files.
+        The request then waits until `arrived` returns it.
         """
         if self._ranks.alone and not self._names:
             return False

@@ -24,7 +24,7 @@ _WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 
 @dataclass(frozen=True, slots=True)
 class RowPart:
-    """Position of one tensor's bytes in a row."""
+    """Position of one tensor's bytes in a row of `PagedRows`."""
 
     name: str
     dtype: torch.dtype

@@ -19,7 +19,7 @@ class HostTier:
     """Host memory for KV blocks and states that were evicted from the device, and the disk tier below it."""
 
     def __init__(self, blocks: OffloadedRows | None, pages: OffloadedRows | None, stats: OffloadStats) -> None:
-        """blocks, pages: rows of each kind; None if the model has no attention, or no recurrent layers."""
+        """blocks, pages: KV blocks and recurrent states; None if the model has no attention, or no recurrent layers."""
         self.blocks, self.pages, self.stats = blocks, pages, stats
         self.disk: DiskTier | None = None
         """The disk tier, if there is one."""
@@ -49,7 +49,7 @@ class HostTier:
         return self.pages is not None and key in self.pages.host
 
     def load(self, blocks: list[bytes], page: bytes | None, num_tokens: int) -> None:
-        """Copy these blocks and this state from host memory to the device, as far as it has room."""
+        """Copy blocks and a state from host memory to the device if it has room. num_tokens: hit tokens to count."""
         loaded = self.blocks is None or self.blocks.load(blocks)
         if loaded and self.pages is not None and page is not None:
             loaded = self.pages.load([page])
@@ -66,7 +66,7 @@ class HostTier:
             self.disk.forget(blocks, pages)
 
     def fetch(self, request: Request, keys: PrefixKeys, ids: NDArray[np.int32], max_tokens: int) -> bool:
-        """Start to read files with the first `max_tokens` tokens of a request, and return whether there are any."""
+        """Start to read files with the caches of up to `max_tokens` tokens of a request; returns whether any exist."""
         return self.disk is not None and self.disk.fetch(request, keys, ids, max_tokens)
 
     def arrived(self) -> list[Request]:
@@ -74,6 +74,6 @@ class HostTier:
         return [] if self.disk is None else self.disk.arrived()
 
     def save(self, keys: PrefixKeys, ids: NDArray[np.int32], num_tokens: int, prompt_len: int) -> None:
-        """Write the first `num_tokens` tokens of an ended request to disk, if there is a disk tier."""
+        """Write the caches of the first `num_tokens` tokens of an ended request to disk, if there is a disk tier."""
         if self.disk is not None:
             self.disk.save(keys, ids, num_tokens, prompt_len)

@@ -65,9 +65,9 @@ class GrammarMasks:
                 table.num_draft_slots[row] = table.num_drafts[row]
 
     def check_drafts(self, batch: StepBatch) -> None:
-        """Check the drafts of a step that was launched before its last sampled tokens were known.
+        """Check the drafts of a step that runs already (async scheduling).
 
-        Forbidden drafts are tested and rejected.
+        Forbidden drafts stay in the step, and are rejected because of the masks.
         """
         self._receive()
         self._look(batch.with_grammar)

@@ -203,7 +203,7 @@ class Sampler:
     def depends_on_length(
         self, rows: NDArray[np.int64], min_lengths: NDArray[np.int32], max_lengths: NDArray[np.int32]
     ) -> NDArray[np.bool_]:
-        """Return (R,) bool: whether sampling may change while a request goes from its min to its max length (generated)."""
+        """Return (R,) bool: whether sampling may change while a request goes from min to max generated tokens."""
         return self._rules.depends_on_length(rows, min_lengths, max_lengths)
 
     def is_plain(self, rows: NDArray[np.int64], num_output_tokens: NDArray[np.int64]) -> bool:

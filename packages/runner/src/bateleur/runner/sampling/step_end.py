@@ -211,7 +211,7 @@ class SampleStep:
     """
 
     def __init__(self, sampler: RejectionSampler, model_state: ModelState, lengths: RowLengths | None) -> None:
-        """lengths: sequence lengths on the device, if the engine stages steps from them."""
+        """lengths: sequence lengths on the device; None if the engine stages steps from lengths on the host."""
         self.sampler, self._model_state, self._lengths = sampler, model_state, lengths
         self.graphs: SampleGraphs | None = None
         self._poison = False

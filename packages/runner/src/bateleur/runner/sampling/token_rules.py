@@ -130,7 +130,7 @@ class TokenRules:
     def depends_on_length(
         self, rows: NDArray[np.int64], min_lengths: NDArray[np.int32], max_lengths: NDArray[np.int32]
     ) -> NDArray[np.bool_]:
-        """Return (R,) bool: whether rules may change while a request goes from its min to its max length (generated)."""
+        """Return (R,) bool: whether rules may change while a request goes from min to max generated tokens."""
         needed = self._min_tokens[rows]
         return (min_lengths < needed) & (needed <= max_lengths)
 
@@ -163,7 +163,7 @@ class _Entries(NamedTuple):
 
 
 class _Table(NamedTuple):
-    """Logit biases of all requests with prefixes of one width, on the device. owners: (N,) int64 table rows."""
+    """Logit biases of all requests whose prefixes have the same padded length, on the device. owners: (N,) int64 table rows."""
 
     owners: Tensor
     tokens: Tensor
