@@ -112,7 +112,7 @@ class OffloadStats:
 
 @dataclass(slots=True)
 class PrefixCacheStats:
-    """Totals of the prefix cache since the engine started."""
+    """Tokens looked up and found in the prefix cache since the engine started."""
 
     num_queries: int = 0
     """Prompt tokens looked up."""

@@ -41,10 +41,10 @@ class LineRequest:
 
 
 class NativeFormat:
-    """A line is a prompt and sampling parameters by the names of `SamplingParams`.
+    """A line is a JSON object with a prompt and fields of `SamplingParams`.
 
-    defaults: parameters that a line leaves out. names: names of the model and of LoRA adapters; a
-    line may give one as `model`.
+    defaults: values of parameters that a line leaves out. names: names of the model and of LoRA adapters; a line may
+    give one as `model`.
     """
 
     name = "own"
@@ -127,7 +127,7 @@ def _id_fields(request: LineRequest) -> dict[str, Any]:
 class OpenAIBatchFormat:
     """OpenAI's batch format: a line is a request to an endpoint of OpenAI's API. Its result is the server's response.
 
-    defaults: sampling parameters that a body leaves out. names: served model names. parsers: tool call and reasoning
+    defaults: values of parameters that a body leaves out. names: served model names. parsers: tool call and reasoning
     parsers of chat completions. adapters: names of LoRA adapters.
     """
 

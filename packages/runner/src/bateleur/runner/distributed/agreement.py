@@ -1,4 +1,4 @@
-"""Collectives beside those of layers: share errors, keep the CUDA graphs that all ranks have, compare steps."""
+"""Collectives outside of layers: share errors, keep the CUDA graphs that all ranks have, compare steps."""
 
 from __future__ import annotations
 

@@ -220,7 +220,7 @@ class Failure(NamedTuple):
 
 
 def find_failure(signs: Mapping[int, Sign], seconds: float) -> Failure:
-    """Return the most likely first failure. signs: last message or state of each other rank.
+    """Return the most likely first failure. signs: last message or state of each rank.
 
     From most to least likely: a rank raised an error outside of a collective, exited, does not reply, has received
     fewer messages than others or is outside of a collective. seconds: time since the current message was sent.

@@ -285,7 +285,7 @@ class Engine:
     def _appending(
         self, batch: StepBatch, present: NDArray[np.bool_] | None
     ) -> tuple[Sequence[Request], NDArray[np.int32]]:
-        """Return the value of `StepInFlight.appending`: requests that get tokens, and their lengths before that.
+        """Return the requests that will get tokens of this batch, and their current lengths.
 
         present: (S,) whether a request still has its table row; None for all.
         """

@@ -72,10 +72,7 @@ class DeviceMemory(Protocol):
         """Return the memory that torch's allocator holds in this process, in use or cached."""
 
     def peak(self) -> int:
-        """Return the maximum of `used` since `settle`.
-
-        It is exact if only torch's allocator returned memory since then.
-        """
+        """Return the maximum of `used` since `settle`; too low if memory of other allocators was freed since then."""
 
 
 class CudaMemory(DeviceMemory):

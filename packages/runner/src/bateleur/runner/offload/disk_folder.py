@@ -83,7 +83,7 @@ class DiskFolder:
         return {path[len(own) :] for path in self._counted if path.startswith(own)}
 
     def write(self, name: str, prefix: Prefix) -> int:
-        """Write a file and return its size; 0 if it is larger than the limit.
+        """Write a file and return its size; return 0, and write nothing, if it is larger than the limit.
 
         Removes least recently used files if needed.
         """

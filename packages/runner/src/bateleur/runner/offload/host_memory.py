@@ -19,7 +19,7 @@ from bateleur.runner.utils.device import use_device
 
 @dataclass(frozen=True, slots=True)
 class HostSizes:
-    """Numbers of KV blocks and states in host memory, and their bytes."""
+    """Numbers of KV blocks and recurrent states (pages) in host memory, and their bytes."""
 
     num_blocks: int
     num_pages: int

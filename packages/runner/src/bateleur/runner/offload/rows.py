@@ -125,7 +125,7 @@ class PagedCache:
     rows: PagedRows
 
     def add(self, keys: Sequence[Hashable], data: NDArray[np.uint8]) -> bool:
-        """Add those `keys` that are not cached. data: (n, num_bytes) their contents; do not write to it any more.
+        """Add those `keys` that are not cached. data: (len(keys), num_bytes) contents; do not write to it any more.
 
         Returns False, and adds nothing, if there is not enough room.
         """
@@ -137,7 +137,7 @@ class PagedCache:
 
 @dataclass(frozen=True, slots=True)
 class DeviceCache:
-    """The prefix cache of a device and the memory of its blocks and states."""
+    """The prefix cache of a device, and the memory of its KV blocks and recurrent states (pages)."""
 
     prefixes: PrefixCache
     blocks: PagedCache | None

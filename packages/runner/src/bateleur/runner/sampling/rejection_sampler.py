@@ -303,7 +303,7 @@ class RejectionSampler:
     def _process(
         self, batch: StepBatch, inputs: SamplingInputs, logits_LV: Tensor, drafts_SK: Tensor, allowed: Tensor | None
     ) -> ProcessedLogits:
-        """Apply token rules, penalties and the sampling parameters to the logits."""
+        """Apply token rules and penalties to the logits, and return them with the sampling parameters."""
         if inputs.plain and allowed is None:
             return ProcessedLogits(logits_LV, inputs.metadata, None)
         index, (_, rows_S), before_LK = batch.index, batch.sampled, None

@@ -49,7 +49,7 @@ class SampleState:
 
 
 class SampleStepProducer:
-    """Stages the sampling rows of dummy and random steps, after a replay of their forward pass."""
+    """Makes dummy and random steps to capture and verify graphs of the end of a step. Replays their forward pass."""
 
     def __init__(self, forward: Forward, sampler: RejectionSampler) -> None:
         self._forward, self._sampler = forward, sampler

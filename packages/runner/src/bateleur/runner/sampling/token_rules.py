@@ -163,7 +163,7 @@ class _Entries(NamedTuple):
 
 
 class _Table(NamedTuple):
-    """Logit biases of all requests whose prefixes have the same padded length, on the device. owners: (N,) int64 table rows."""
+    """Logit biases of all requests with prefixes of one padded length, on the device. owners: (N,) int64 table rows."""
 
     owners: Tensor
     tokens: Tensor
