@@ -41,7 +41,7 @@ def announcing_compilation() -> Iterator[None]:
 
 @contextmanager
 def progress_messages(what: str, interval: float = 5.0) -> Iterator[None]:
-    """Print what the `with` block does, and every `interval` seconds how long it has been running."""
+    """Print `what`, and every `interval` seconds for how long the `with` block has been running."""
     print_status(what)
     began, done = time.monotonic(), threading.Event()
 

@@ -131,7 +131,7 @@ class ModelRunner:
             keep_common_graphs(self.ends.graphs.manager, self.model.peers)
 
     def _capture_proposals(self, drafter: Drafter, numbers: Sequence[int]) -> ProposalGraphs | None:
-        """Capture proposals of these numbers of drafts, after decode steps in graphs. None if that is not possible."""
+        """Capture graphs that propose these numbers of drafts after decode steps in graphs; None if not possible."""
         forward = self.graphs.manager
         if not isinstance(drafter, EagleSpeculator) or drafter.whole is None or self.ends.graphs is None:
             return None

@@ -241,7 +241,7 @@ class RequestClock:
         num_taken: NDArray[np.int64],
         present: NDArray[np.bool_] | None,
     ) -> None:
-        """Record that S requests got `num_taken` (S,) tokens. present: (S,) whether they still have table rows; None: all."""
+        """Record that requests got `num_taken` (S,) tokens. present: (S,) whether they still have rows; None: all."""
         now, has_tokens = perf_counter(), num_taken > 0
         then = self._table.last_token_time[rows]
         if present is not None:

@@ -237,7 +237,7 @@ class _CacheSizes:
 def without_prefix_caching(config: EngineConfig) -> EngineConfig:
     """Return the configuration with prefix caching off, and warn if it was on.
 
-    It is for models whose keys depend on the length of the prompt.
+    It is for models whose attention keys depend on the length of the prompt.
     """
     if not config.cache.enable_prefix_caching:
         return config

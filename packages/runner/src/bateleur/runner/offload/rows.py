@@ -83,7 +83,7 @@ def _divides(word: torch.dtype, tensor: Tensor) -> bool:
 
 @dataclass(frozen=True)
 class RowLayout:
-    """Everything that keys, values and states depend on besides tokens, and their order in a file."""
+    """Everything besides tokens that attention keys, values and states depend on, and their layout in a file."""
 
     fields: Mapping[str, str]
     """Weights, dtype, device, kernels, ranks and versions, by name."""

@@ -72,7 +72,7 @@ class PrefixSpans:
         return [each.name for each in (*self.segments(), *map(self.ending, self.ends()))]
 
     def page(self, end: int) -> bytes | None:
-        """Return the prefix-cache key of the state after `end` tokens; None without states."""
+        """Return the prefix-cache key of the recurrent state after `end` tokens; None for a model without states."""
         return self._keys.of(self._ids, end) if self._has_pages else None
 
     def base(self, end: int) -> int:

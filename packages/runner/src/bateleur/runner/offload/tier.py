@@ -45,7 +45,7 @@ class HostTier:
         return self.blocks is not None and name in self.blocks.host
 
     def has_page(self, key: bytes) -> bool:
-        """Return whether host memory has the state with this key."""
+        """Return whether host memory has the recurrent state with this key."""
         return self.pages is not None and key in self.pages.host
 
     def load(self, blocks: list[bytes], page: bytes | None, num_tokens: int) -> None:

@@ -114,7 +114,7 @@ class Sampler:
             self._count(row, prompt_token_ids, output_token_ids)
 
     def release(self, row: int) -> None:
-        """Clear table row `row`, which may be free."""
+        """Remove the parameters in table row `row`, if it has any."""
         self._values[row] = _NEUTRAL
         self._num_logprobs[row] = self._named[row] = -1
         self._rules.release(row)

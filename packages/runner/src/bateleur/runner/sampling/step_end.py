@@ -124,7 +124,7 @@ def sample_graph_keys(forward: Iterable[BatchExecutionDescriptor]) -> tuple[Batc
 
 
 class SampleGraphs:
-    """CUDA graphs of sampling, commit of states and lengths, after steps that decode with equally many draft slots."""
+    """CUDA graphs of the end of a step, for decode steps in which all requests have equally many draft slots."""
 
     def __init__(
         self,
@@ -147,7 +147,7 @@ class SampleGraphs:
         )
 
     def capture(self) -> None:
-        """Capture all graphs. A key that fails runs eagerly from then on, with a warning."""
+        """Capture all graphs. Warns if a capture fails; that step end then always runs eagerly."""
         if not self.manager.dispatcher.keys:
             return
         with torch.inference_mode():

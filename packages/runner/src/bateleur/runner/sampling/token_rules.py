@@ -71,7 +71,7 @@ class TokenRules:
         self._biased[row] = self._biases.admit(row, params.logit_bias or {}, bad_words, output_token_ids)
 
     def release(self, row: int) -> None:
-        """Clear table row `row`, which may be free."""
+        """Remove the token rules in table row `row`, if it has any."""
         self._min_tokens[row] = 0
         if self._limited[row]:
             assert self._allowed is not None
@@ -212,7 +212,7 @@ class Biases:
         return bool(entries)
 
     def release(self, row: int) -> None:
-        """Clear `row`, which may be free."""
+        """Remove the biases in table row `row`, if it has any."""
         if self._entries.pop(row, None) is not None:
             self._tables = None
         self._follows[row] = False
