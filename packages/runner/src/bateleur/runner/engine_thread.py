@@ -309,7 +309,7 @@ class EngineThread(Thread):
 
 
 def _set(future: Future[None], error: Exception | None) -> None:
-    """Set the result of a future, unless its owner has cancelled it."""
+    """End a future with `error`, or successfully if it is None, unless its owner has cancelled it."""
     if not future.set_running_or_notify_cancel():
         return
     if error is None:

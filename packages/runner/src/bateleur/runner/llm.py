@@ -317,7 +317,7 @@ class LLM:
     def export_prefix(self, token_ids: Sequence[int], path: str | Path) -> int:
         """Write the longest cached prefix of a prompt to a safetensors file and return its number of tokens.
 
-        The file has keys, values, states, the prefix's key and a checksum. With several ranks, `path` is a folder
+        The file has keys, values, states, a hash of the tokens and a checksum. With several ranks, `path` is a folder
         (created if missing) to which each rank writes its part. The first export or import reads all weights for their
         digest.
         Raises ValueError if prefixes are not cached, or none of this prompt is, and OSError if writing fails.
@@ -356,7 +356,7 @@ class LLM:
         )
 
     def prepare_structured_outputs(self) -> bool:
-        """Load the vocabulary for `structured_outputs` now instead of with the first request that needs it."""
+        """Load the vocabulary for `structured_outputs` before a request needs it; False if that is not possible."""
         try:
             self._input_processor.grammars.prepare()
         except ValueError:

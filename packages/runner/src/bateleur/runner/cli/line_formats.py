@@ -63,7 +63,7 @@ class NativeFormat:
         return value
 
     def parse(self, fields: dict[str, Any]) -> ApiRequest:
-        """Parse the other fields of a line. Raises ValueError if they are invalid."""
+        """Parse the fields of a line without its id. Raises ValueError if they are invalid."""
         prompt: dict[str, Any] = {key: fields.pop(key) for key in ("prompt", "prompt_token_ids") if key in fields}
         if len(prompt) != 1:
             raise ValueError("exactly one of prompt, prompt_token_ids is needed")

@@ -139,7 +139,7 @@ class RequestRegistry:
     def sending(self, message: Message) -> AbstractContextManager[None]:
         """Return a context that sends a message to the other ranks, if there are any.
 
-        Make the change inside the context.
+        Apply the message to this rank inside the context.
         """
         return nullcontext() if self.send is None else self.send(message)
 

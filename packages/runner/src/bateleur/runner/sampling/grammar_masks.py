@@ -73,7 +73,7 @@ class GrammarMasks:
         self._look(batch.with_grammar)
 
     def _receive(self) -> None:
-        """Wait for all proposed drafts. A request that skips a step keeps its drafts."""
+        """Wait until all proposed drafts are on the host. A request that skips a step keeps its drafts."""
         proposed, self._proposed = self._proposed, []
         for requests, fetched in proposed:
             (drafts_RK,) = fetched.wait()

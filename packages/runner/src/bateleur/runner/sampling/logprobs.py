@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 class Logprobs(NamedTuple):
     """Log probabilities of R tokens under the raw logits.
 
-    top_ids: (R, n) int64, most likely first, or the tokens that the request names; n is the largest number that a
-        request of the step needs.
+    top_ids: (R, n) int64, most likely first; `logprob_token_ids` of a request replace its first ones. n is the largest
+        number that a request of the step needs.
     top_values: (R, n) float32.
     sampled: (R,) float32, of the sampled token.
     rank: (R,) int64, rank of the sampled token; 1 is the most likely.

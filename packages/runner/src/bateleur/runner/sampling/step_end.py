@@ -160,7 +160,7 @@ class SampleGraphs:
         return all(replace(key, variant=(kind,)) in self.manager.ready for kind in KINDS)
 
     def run(self, staged: StagedBatch[StepContext], hidden_TD: Tensor, kind: str) -> Tensor:
-        """Sample and commit after a forward pass by a graph; returns `SamplerOutput.packed`. Raises ReplayFailed."""
+        """Replay the graph of the end of a step; returns `SamplerOutput.packed`. Raises ReplayFailed."""
         assert staged.key is not None
         key = replace(staged.key, variant=(kind,))
         state = SampleState(staged.state, hidden_TD)
@@ -193,7 +193,7 @@ class SampleGraphs:
 
 
 class SampleDispatchReason(StrEnum):
-    """How sampling and commit after a forward pass ran: in a graph, or eagerly with the first reason."""
+    """Whether the end of a step ran in a graph, or the first reason why it ran eagerly."""
 
     GRAPH = "graph"
     NO_GRAPHS = "eager: there are no graphs"

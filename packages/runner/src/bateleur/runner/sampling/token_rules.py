@@ -220,7 +220,7 @@ class Biases:
     def add_(self, logits: Tensor, rows: NDArray[np.int64], before: Tensor | None) -> None:
         """Add the biases of `rows` to the logits in place; see `Sampler.process` for the arguments.
 
-        logits: (L, V), contiguous. The rows of one request are neighbours.
+        logits: contiguous. The rows of a request are adjacent.
         """
         starts = np.flatnonzero(np.diff(rows, prepend=-1))
         counts = np.diff(starts, append=len(rows))
