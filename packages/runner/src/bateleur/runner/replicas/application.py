@@ -54,7 +54,7 @@ class DeploymentPlan:
     def resources(self, num_gpus: float) -> dict[str, float]:
         """Return the Ray resources of one replica with all its ranks, which run on one node.
 
-        num_gpus: GPUs of the cluster.
+        num_gpus: number of GPUs in the cluster; decides between CPU and GPU if `device` is auto.
         """
         device = str(self.engine.get("device", "auto"))
         on_gpu = device.startswith("cuda") or (device == "auto" and num_gpus > 0)
@@ -66,7 +66,7 @@ class DeploymentPlan:
 
     @property
     def num_cpus(self) -> int:
-        """Number of CPUs to declare to a new local Ray: for all replicas and a reader, even if they share cores."""
+        """Number of CPUs that a new local Ray declares: enough for all replicas and one more, even on fewer cores."""
         replica = self.resources(0)["CPU"]
         return max(os.cpu_count() or 1, int(self.replicas.upper_limit * replica) + 1)
 
@@ -136,7 +136,7 @@ def build_application(plan: DeploymentPlan) -> serve.Application:
 
 
 class _EngineDeployment(EngineReplica):
-    """An `EngineReplica` that a Ray process makes."""
+    """An `EngineReplica` that creates its engine, inside a Ray actor."""
 
     def __init__(self, engine: Mapping[str, Any], config: ServeConfig, num_threads: int | None) -> None:
         import torch
@@ -155,7 +155,7 @@ class _EngineDeployment(EngineReplica):
 
 
 class _FrontendDeployment(ReplicaFrontend):
-    """A `ReplicaFrontend` that a Ray process makes."""
+    """A `ReplicaFrontend` that sends requests through Ray Serve, inside a Ray actor."""
 
     def __init__(self, engines: serve.handle.DeploymentHandle, config: ServeConfig) -> None:
         super().__init__(self._send_to_engine, self._metrics_of_engines, config)

@@ -25,7 +25,7 @@ _log = logging.getLogger(__name__)
 class EngineReplica:
     """Answers forwarded requests as `bateleur serve` does.
 
-    name: the replica's name on Ray. config: options of the server, without authentication, which the frontend does.
+    name: the replica's name on Ray. config: options of the server, without API keys, which the frontend checks.
     """
 
     def __init__(self, name: str, llm: AsyncLLM, config: ServeConfig) -> None:
@@ -35,7 +35,7 @@ class EngineReplica:
         self.app = build_app(llm, config)
 
     async def answer(self, request: ForwardedRequest) -> AsyncGenerator[list[Message], None]:
-        """Yield the application's ASGI messages, all that are available at a time.
+        """Yield the application's ASGI messages, each time a list of all that are available.
 
         Closing the generator aborts the request.
         Raises ReplicaLost, before any message, if the engine is dead.

@@ -17,19 +17,19 @@ _ASGI = {"version": "3.0", "spec_version": "2.3"}
 
 @dataclass(frozen=True, slots=True)
 class ForwardedRequest:
-    """A complete HTTP request that is forwarded to a replica."""
+    """A complete HTTP request that is forwarded to a replica, and hashes of its prompt's prefixes for routing."""
 
     scope: dict[str, Any]
     """The ASGI scope, without values that cannot be pickled."""
     body: bytes
     prefixes: tuple[bytes, ...]
-    """Keys of the prefixes of its prompt, see `prefix_keys`."""
+    """Hashes of the prefixes of its prompt, see `prefix_keys`."""
     excluded: frozenset[str] = frozenset()
     """Replicas that died with it."""
 
     @classmethod
     def of(cls, scope: Scope, body: bytes) -> ForwardedRequest:
-        """Convert an ASGI request. An unreadable body has no prefix keys; the replica reports the error."""
+        """Convert an ASGI request. A body that is not JSON gets no prefix hashes; the replica reports the error."""
         fields = {name: scope[name] for name in _SCOPE_FIELDS if name in scope}
         fields["headers"] = [(bytes(name), bytes(value)) for name, value in scope["headers"]]
         fields["client"], fields["server"] = _address(scope.get("client")), _address(scope.get("server"))

@@ -33,8 +33,8 @@ _METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 class ReplicaFrontend:
     """Forwards requests to replicas, and their responses to clients.
 
-    A response starts with the first byte of its body. send_request: sends a request to a replica. metrics: returns the
-    metrics of all replicas by name.
+    A request is retried on another replica until the first byte of a response body has been sent.
+    send_request: sends a request to a replica. metrics: returns the Prometheus text of each replica by its name.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class ReplicaFrontend:
 
 
 class _Endpoint:
-    """The frontend as an ASGI application. A route needs an object, not a method."""
+    """ASGI application that calls `ReplicaFrontend.answer`. `Route` would call a method as a request handler."""
 
     def __init__(self, frontend: ReplicaFrontend) -> None:
         self._frontend = frontend
@@ -127,7 +127,7 @@ class _Endpoint:
 
 
 class _Response:
-    """The response to a client. The head is held back until the first byte of the body, so that a retry is possible."""
+    """The response to a client. Status and headers wait for the first byte of the body, so that a retry is possible."""
 
     def __init__(self, send: Send) -> None:
         self._send = send
@@ -150,7 +150,7 @@ class _Response:
         await self._send(message)
 
     def reset(self) -> None:
-        """Drop the head before a retry."""
+        """Drop status and headers before a retry."""
         self._head = None
 
     async def fail(self, error: HTTPException, path: str) -> None:

@@ -2,8 +2,8 @@
 
 A request has no token ids yet, so its prefixes are hashes of its text at lengths that grow by an eighth. A text of a
 million characters has about 75 of them. Of the text that two requests share, at least eight ninths are found. A chat
-also has keys at the ends of its messages, so that its next request finds the replica of this chat and not one with the
-same beginning.
+also has hashes at the ends of its messages, so that its next request finds the replica of this chat and not one with
+the same beginning.
 
 Routing is deterministic: no clock, no random numbers, no I/O. `benchmarks/fleet.py` simulates it with 1,000 replicas.
 """
@@ -36,7 +36,7 @@ PATHS = (*_MESSAGE_FIELDS, "/completions")
 
 
 def prefix_keys(path: str, body: Mapping[str, Any]) -> tuple[bytes, ...]:
-    """Return the keys of the prefixes of a request's prompt, from short to long.
+    """Return hashes of prefixes of a request's prompt, from short to long.
 
     Empty for a short, missing or invalid prompt. Of several prompts only the first is used.
     """
@@ -70,7 +70,7 @@ def _bytes(value: Any) -> bytes:
 
 
 def _keys(head: bytes, parts: Iterable[bytes]) -> Iterator[bytes]:
-    """Yield keys of the concatenated parts. `head` has no key of its own, but every key covers it."""
+    """Yield hashes of prefixes of the concatenated parts. Every hash covers `head`, which has none of its own."""
     state, last_key = hashlib.blake2b(head, digest_size=16, person=b"prefix"), 0
     length, end = 0, SHORTEST
     for number, part in enumerate(parts):
@@ -91,11 +91,10 @@ _PRIME = (1 << 61) - 1
 
 
 class RoutingChoice(NamedTuple):
-    """The replica that gets a request."""
+    """The replica that gets a request, and how many of the request's prefixes were sent to it before."""
 
     replica: str
     num_matched: int
-    """How many of the request's prefixes were sent to it before."""
 
 
 class PrefixRouting:
@@ -136,8 +135,8 @@ class PrefixRouting:
     def choose(self, prefixes: Sequence[bytes], loads: Mapping[str, float]) -> RoutingChoice:
         """Choose a replica for a request, and record the request as sent there.
 
-        prefixes: keys of its prefixes, from short to long, as `prefix_keys` returns them. loads: number of requests of
-        each available replica. Raises ValueError if there is none.
+        prefixes: hashes of its prefixes, from short to long, as `prefix_keys` returns them. loads: number of requests
+        of each available replica. Raises ValueError if there is none.
         """
         if not loads:
             raise ValueError("loads holds no replica; at least one is needed")

@@ -53,7 +53,7 @@ async def completion(service: Service, request: Request, body: dict[str, Any]) -
 async def _parts(
     service: Service, parsed: CompletionRequest, reader: OutputReader, usage: Usage
 ) -> AsyncGenerator[dict[str, Any], None]:
-    """Yield the fields of each chunk: one choice per prompt and continuation."""
+    """Yield the fields of each chunk: one choice, with new text of one continuation of one prompt."""
     offsets: dict[int, int] = {}  # characters of all tokens so far, per choice; the reported text may be shorter
     async with aclosing(service.outputs(reader)) as outputs:
         async for output in outputs:

@@ -125,7 +125,7 @@ class ServeConfig(HttpOptions, ParserOptions):
 
 
 def served_engine(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Add the defaults of a served engine: prefix caching, and the draft head of the shipped model.
+    """Add the server's defaults to options of `LLM`: prefix caching, and a draft head for the model of this package.
 
     draft="none" turns the draft head off.
     """
@@ -139,14 +139,14 @@ SHIPPED = "bateleur"
 
 
 def served_names(model: Path | None, given: Sequence[str] = ()) -> tuple[str, ...]:
-    """Return the names of a model in requests: `given`, or else the names of its folder. Replies have the first one."""
+    """Return the names of a model in requests: `given`, or else its folder's name and path. Replies have the first."""
     if given:
         return tuple(given)
     return (SHIPPED,) if model is None else (model.resolve().name, str(model))
 
 
 def require_served(name: str | None, names: Sequence[str]) -> None:
-    """Raise ValueError if a request names a model that is not served. None is the served model."""
+    """Raise ValueError if `name` is not one of the served models' names. None is accepted."""
     if name is not None and name not in names:
         known = ", ".join(map(shown, names))
         refuse("model", name, f"absent or one of {known}; --served-model-name adds names")

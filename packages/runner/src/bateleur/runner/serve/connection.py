@@ -15,7 +15,7 @@ from bateleur.runner.serve.openai.replies import error_body
 
 
 class Connection(H11Protocol):
-    """uvicorn's connection, closed if the client stops in the middle of a head or stops reading the reply."""
+    """uvicorn's connection, closed if the client stops in a request's headers or stops reading the reply."""
 
     def __init__(self, *args: Any, timeout_read: float, timeout_write: float, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -30,7 +30,7 @@ class Connection(H11Protocol):
         return partial(cls, timeout_read=timeout_read, timeout_write=timeout_write)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Start the read timer for the first head."""
+        """Start the read timer for the headers of the first request."""
         super().connection_made(transport)
         self._expect_head()
 
@@ -68,7 +68,7 @@ class Connection(H11Protocol):
         super().connection_lost(exc)
 
     def send_400_response(self, msg: str) -> None:
-        """Answer invalid HTTP with an error in OpenAI's form."""
+        """Answer invalid HTTP with an error in OpenAI's format."""
         body = dumps(error_body(msg))
         head = [("content-type", "application/json"), ("content-length", str(len(body))), ("connection", "close")]
         for event in (h11.Response(status_code=400, headers=head), h11.Data(data=body), h11.EndOfMessage()):

@@ -45,7 +45,7 @@ class Answer:
         prepared: PreparedChat,
         outputs: AsyncGenerator[RequestOutput, None],
     ) -> None:
-        """outputs: outputs of the engine."""
+        """outputs: the engine's outputs for this request."""
         self.parsed, self.usage = parsed, Usage(num_reasoning=0)
         self._service, self._prepared, self._outputs = service, prepared, outputs
         self._readers: dict[int, AnswerReader] = {}
@@ -100,7 +100,9 @@ class Answer:
 
 
 async def render_prompt(service: Service, parsed: ChatRequest) -> tuple[ChatRequest, ChatPrompt]:
-    """Apply the server's options and render the prompt. Raises HTTPException if the template rejects the request."""
+    """Return the request with the server's options applied, and its prompt.
+
+    Raises HTTPException if the chat template rejects the request."""
     service.adapter_of(parsed.model)
     parsed = with_options(parsed, service.config)
     with http_errors(parsed.names):

@@ -1,4 +1,4 @@
-"""Errors as HTTP statuses and bodies in OpenAI's and Anthropic's forms."""
+"""Errors as HTTP statuses and bodies in OpenAI's and Anthropic's formats."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def http_error(
     code: str | None = None,
     headers: Mapping[str, str] | None = None,
 ) -> HTTPException:
-    """Create an exception with a body in OpenAI's form. param: the invalid field. code: OpenAI's error code."""
+    """Create an exception with a body in OpenAI's format. param: the invalid field. code: OpenAI's error code."""
     kind = _KINDS.get(status, "invalid_request_error" if status < 500 else "server_error")
     return HTTPException(status, error_body(message, kind=kind, param=param, code=code), headers)
 
@@ -55,7 +55,7 @@ _ANTHROPIC_KINDS = {
 def http_errors(names: Mapping[str, str] = _NO_NAMES) -> Iterator[None]:
     """Turn known errors in the `with` block into HTTPException with the right status.
 
-    names: the client's names of fields, by their names in chat completions.
+    names: maps a field's name in chat completions to its name in the client's API, for error messages.
     """
     try:
         yield
@@ -77,7 +77,7 @@ def engine_dead_error(error: EngineDead) -> HTTPException:
 
 
 def _code_of(error: ValueError) -> str | None:
-    """Return OpenAI's error code; None for an invalid value."""
+    """Return OpenAI's error code; None if it is only an invalid value, which has no code."""
     if isinstance(error, ContextLengthExceeded):
         return "context_length_exceeded"
     if "no such field is known here" in str(error):
@@ -86,7 +86,7 @@ def _code_of(error: ValueError) -> str | None:
 
 
 def _renamed(message: str, names: Mapping[str, str]) -> str:
-    """Replace the field in the message by the client's name. The index of a message is dropped because it differs."""
+    """Replace the field's name at the start of the message. The index of `messages[2]` is dropped: it may differ."""
     found = re.match(r"(\w+)(\[\d+\])?", message)
     if found is None or found[1] not in names:
         return message
@@ -100,7 +100,7 @@ def _field_of(message: str) -> str | None:
 
 
 def response_of(error: AnyHTTPException, path: str) -> Response:
-    """Return the response for an error: in Anthropic's form under /v1/messages, else in OpenAI's."""
+    """Return the response for an error: in Anthropic's format under /v1/messages, else in OpenAI's."""
     return JSONText(detail_of(error, path), error.status_code, error.headers)
 
 
@@ -119,7 +119,7 @@ def error_of(error: AnyHTTPException) -> dict[str, Any]:
 
 
 def anthropic_error(error: AnyHTTPException) -> dict[str, Any]:
-    """Return an error in Anthropic's form, which is also the last event of a failed stream."""
+    """Return an error in Anthropic's format, which is also the last event of a failed stream."""
     body, status = error_of(error), error.status_code
     kind = _ANTHROPIC_KINDS.get(status, "invalid_request_error" if status < 500 else "api_error")
     # Claude Code compacts a conversation when it reads this phrase.

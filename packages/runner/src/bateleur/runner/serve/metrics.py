@@ -33,7 +33,6 @@ class _Collector:
         self._queued = queued
 
     def collect(self) -> Iterator[Metric]:
-        """Yield every metric family."""
         yield from self._gauges()
         yield from self._counters()
         yield from self._offload()

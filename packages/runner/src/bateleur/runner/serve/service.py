@@ -78,7 +78,7 @@ class Service:
         return None
 
     def reply_model(self, name: str | None) -> str:
-        """Return the field `model` of the reply to a request with this `model`."""
+        """Return the model name in the reply to a request that names this model."""
         return self.names[0] if name is None or name in self.names else name
 
     def _check_name(self, name: str) -> None:
@@ -140,7 +140,7 @@ class Service:
             return await self.llm.submit(given, params, request_ids=ids, priority=parsed.priority, lora_request=adapter)
 
     def check_counts(self, num_prompts: int, params: SamplingParams) -> None:
-        """Reject too many prompts, continuations or log probabilities."""
+        """Raise ValueError for too many prompts, continuations or log probabilities."""
         room = self.llm.llm.limits.max_num_seqs + self.config.max_queued_requests
         if num_prompts * params.n > room:
             raise ValueError(
@@ -156,7 +156,7 @@ class Service:
                 refuse(name, parsed, f"at most max_logprobs = {most}")
 
     def _check_length(self, prompt: object) -> None:
-        """Reject a prompt that is certainly too long, before tokenizing it."""
+        """Raise ContextLengthExceeded for a prompt that is certainly too long, before tokenizing it."""
         longest = self.llm.llm.limits.max_model_len
         if isinstance(prompt, list) and len(prompt) >= longest:
             raise ContextLengthExceeded(f"{len(prompt)} tokens", longest)
@@ -234,12 +234,12 @@ def raise_failure(output: RequestOutput) -> None:
 
 
 def new_id(kind: str, parsed: APIRequest) -> str:
-    """Create the id of a reply, from the body's `request_id` if given."""
+    """Create the id of a reply: `kind`, such as chatcmpl, and the body's `request_id` or a random number."""
     return f"{kind}-{parsed.request_id or uuid4().hex}"
 
 
 def prompt_index(request_id: str) -> int:
-    """Return the index of the prompt in its request, which ends the request id."""
+    """Return the index of the prompt in its HTTP request: the number after the last "-" of the id."""
     return int(request_id.rpartition("-")[2])
 
 

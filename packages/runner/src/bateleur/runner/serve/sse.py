@@ -39,7 +39,7 @@ class EventStream(StreamingResponse):
 
 
 def error_event(error: HTTPException, path: str) -> bytes:
-    """Encode the last event of a stream that failed, in the form of the path."""
+    """Encode the last event of a stream that failed, in the format of the API at `path`."""
     body = detail_of(error, path)
     if "/v1/responses" in path:
         body = {**error_of(error), "type": "error"}

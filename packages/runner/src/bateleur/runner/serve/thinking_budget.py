@@ -159,13 +159,15 @@ class ThinkingBudget:
         return await self.service.submit([prompt], replace(self.parsed, params=params, stream=True), reply_id)
 
     def _answer_follows(self, completion: CompletionOutput, written: list[int]) -> bool:
-        """Return whether only the reasoning ended (end tag or budget), and max_tokens leaves room for an answer."""
+        """Return whether only the reasoning ended (end tag or budget), and max_tokens leaves room for an answer.
+
+        written: tokens generated so far."""
         room = self.params.max_tokens is None or len(written) + 1 < self.params.max_tokens
         ended = completion.finish_reason == "stop" and written[-1:] == [self.end]
         return room and (ended or completion.finish_reason == "length")
 
     def _close(self, completion: CompletionOutput, written: list[int]) -> None:
-        """End the reasoning after this output: keep the model's end tag, or add one."""
+        """End the reasoning with this output: keep the model's end tag, or append one to it and to `written`."""
         if written[-1:] != [self.end]:
             written.append(self.end)
             completion.token_ids.append(self.end)
@@ -182,7 +184,7 @@ class ThinkingBudget:
 async def _as_continuations(
     outputs: Sequence[AsyncGenerator[RequestOutput, None]], request_id: str
 ) -> AsyncGenerator[RequestOutput, None]:
-    """Yield the outputs of several requests as they come, as those of continuations of one request."""
+    """Yield the outputs of several requests as they come, renumbered as continuations of one request."""
     awaited = {asyncio.ensure_future(anext(each)): i for i, each in enumerate(outputs)}
     try:
         while awaited:
@@ -203,7 +205,7 @@ async def _as_continuations(
 
 
 def _extended_prompt(first: RequestOutput, written: list[int]) -> ChatPrompt:
-    """Return the prompt of the first output, extended by the generated tokens."""
+    """Return the prompt of the first output, extended by the tokens `written`."""
     return ChatPrompt(prompt=first.prompt or "", prompt_token_ids=[*first.prompt_token_ids, *written])
 
 

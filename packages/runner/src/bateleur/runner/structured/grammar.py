@@ -68,7 +68,7 @@ def token_bytes(tokenizer: Tokenizer, vocab_size: int) -> list[bytes]:
 
 
 class Vocabulary:
-    """The tokens of a model in the form of llguidance. Building it takes a second for 250,000 tokens."""
+    """The tokens of a model as an llguidance tokenizer. Building it takes a second for 250,000 tokens."""
 
     is_tokenizer_wrapper = True
     bos_token_id = None
@@ -115,7 +115,7 @@ class CompiledGrammar:
         _check(first)
 
     def compile(self) -> LLMatcher:
-        """Compile a parser at the start of a text that shares nothing. Other Python threads run meanwhile."""
+        """Return a newly compiled parser in its initial state. Other Python threads run meanwhile."""
         from llguidance import LLMatcher
 
         parser = LLMatcher(self._vocabulary.library, self._source, log_level=0, limits=parser_limits())
@@ -123,7 +123,7 @@ class CompiledGrammar:
         return parser
 
     def begin(self) -> LLMatcher:
-        """Return a parser at the start of a text, which shares caches about tokens with the grammar's other parsers."""
+        """Return a parser in its initial state, a copy that shares token caches with the grammar's other parsers."""
         return self._parser.deep_copy()
 
 
@@ -148,7 +148,7 @@ class Grammars:
         """Return a matcher for a new request that ends at `stop_token_ids`.
 
         already_compiled: whether another process has already compiled the grammar, so that it is known to be valid.
-        Raises ValueError that names the form and the error, and MissingExtra without the extra.
+        Raises ValueError that names the invalid constraint (such as regex), and MissingExtra if llguidance is missing.
         """
         vocabulary = self.prepare()
         name = f"structured_outputs.{params.form}"
@@ -203,7 +203,7 @@ _SCHEMA = HEAD + "start: @schema\n"
 
 
 def grammar_source(params: StructuredOutputsParams, tokens: TagTokens) -> str:
-    """Return the source of a grammar, which also identifies it.
+    """Return the source text of a grammar for llguidance. Grammars with equal sources are equal.
 
     Raises ValueError for EBNF that can't be parsed, and for an invalid structural tag.
     """

@@ -1,4 +1,4 @@
-"""Notation of grammars for llguidance, limits on what it may spend on one, and its errors in one line."""
+"""Converts grammars to llguidance's notation, limits the time and memory of its parsers, and shortens its errors."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ def error_line(error: str) -> str:
 
 
 def json_grammar(schema: Mapping[str, Any], *, compact: bool) -> dict[str, Any]:
-    """Return the grammar of a JSON schema."""
+    """Return the grammar of a JSON schema for llguidance. compact: allow no white space between the parts of JSON."""
     own = schema.get("x-guidance")
     space = {**(_COMPACT if compact else _SPACE), **(own if isinstance(own, dict) else {})}
     return {"json_schema": {**schema, "x-guidance": space}}
 
 
 def pattern(regex: str) -> str:
-    """Return a pattern without anchors, which llguidance lacks, because the whole text has to match."""
+    """Return a pattern for llguidance without ^ and $ around it: llguidance has no anchors, and matches whole texts."""
     from llguidance import regex_to_lark
 
     body = regex.removeprefix("^")
@@ -63,7 +63,7 @@ def pattern(regex: str) -> str:
 
 
 def lark_rules(grammar: str) -> str:
-    """Return Lark rules; EBNF is translated."""
+    """Return Lark rules; EBNF is translated. Raises ValueError if that is not possible."""
     if "::=" not in grammar:
         return grammar
     from llguidance.gbnf_to_lark import any_to_lark

@@ -17,17 +17,17 @@ if TYPE_CHECKING:
 
 
 class Grammar(Protocol):
-    """Interface of a compiled grammar for `Matcher`."""
+    """Interface of a compiled grammar for `Matcher`. num_words: number of 32-bit words in a token mask."""
 
     eos_token_ids: frozenset[int]
     num_words: int
 
     def begin(self) -> LLMatcher:
-        """Return a parser at the start of a text, which shares caches about tokens with other parsers."""
+        """Return a parser in its initial state, a copy that shares token caches with other parsers."""
         ...
 
     def compile(self) -> LLMatcher:
-        """Return a parser at the start of a text that shares nothing with other parsers."""
+        """Return a newly compiled parser in its initial state, which shares nothing with other parsers."""
         ...
 
 
@@ -68,9 +68,9 @@ class Matcher:
         return error_line(self._parser.get_error())
 
     def ended(self, *, without_end: bool = False) -> bool:
-        """Return whether no further text may follow.
+        """Return whether the text can't continue and the model can't end it, so that the engine has to end the request.
 
-        without_end: do not count end-of-sequence tokens, because they are ignored, missing, or come too soon.
+        without_end: whether min_tokens forbids end-of-sequence tokens.
         """
         if self._parser.is_error() or not (without_end or not self._ends):
             return False
@@ -102,14 +102,14 @@ class Matcher:
         return int(self._parser.validate_tokens(known))
 
     def check(self, masks_NW: NDArray[np.int32], drafts: Sequence[int]) -> None:
-        """Correct the masks that `fill` wrote for this request: one for the next token, and one after each draft."""
+        """Correct the masks (N, W) that `fill` wrote for this request: for the next token, and after each draft."""
         if self._parser.is_error():
             self._fill_one_by_one(masks_NW, drafts)
         if self._no_end:
             _clear(masks_NW, self._no_end)
 
     def _fill_one_by_one(self, masks_NW: NDArray[np.int32], drafts: Sequence[int]) -> None:
-        """Fill mask rows one by one after an error. From the row of the error on, no token is allowed."""
+        """Recompute the masks one by one after an error. From the mask with the error on, no token is allowed."""
         masks_NW[:] = 0
         parser = self._grammar.compile()
         self._parser = _advance(parser.deep_copy(), self._tokens)
@@ -126,9 +126,10 @@ class Matcher:
 def fill(
     executor: LLExecutor, wanted: Sequence[tuple[Matcher, int, Sequence[int]]], masks_NW: NDArray[np.int32]
 ) -> None:
-    """Write the token masks of several requests: of the next token, and of the token after each draft.
+    """Write token masks of several requests: for the next token, and after each draft.
 
-    wanted: (matcher, row of its first mask, drafts that its grammar allows). Other Python threads run meanwhile.
+    masks_NW: N masks of W words. wanted: (matcher, index of its first mask, drafts that its grammar allows).
+    Other Python threads run meanwhile.
     """
     at, size, count = masks_NW.ctypes.data, masks_NW.shape[1] * 4, len(masks_NW)
     alone = [(matcher._parser, first) for matcher, first, drafts in wanted if not drafts]

@@ -30,7 +30,7 @@ _TYPES = (
 
 @dataclass(frozen=True, slots=True)
 class TagTokens:
-    """Tokens of a model that are markup, not text."""
+    """Tokens of a model that are markup, not text: tags, special tokens and end-of-sequence tokens."""
 
     tags: Mapping[str, int] = field(default_factory=dict)
     """Ids of tags by their text: special tokens, and added tokens in the form of a tag."""
@@ -41,7 +41,7 @@ class TagTokens:
 
 
 def compile_structural_tag(tag: Mapping[str, Any], tokens: TagTokens, *, compact: bool) -> list[dict[str, Any]]:
-    """Return grammars for llguidance; the first refers to the others. compact: JSON has no whitespace.
+    """Return grammars for llguidance; the first refers to the others. compact: allow no white space in JSON.
 
     Raises ValueError that names a wrong field.
     """
@@ -132,7 +132,7 @@ class _Compiler:
         return f"({between.join(elements)})"
 
     def _after_begin(self, place: str, part: Mapping[str, Any], depth: int) -> str:
-        """Return the expression of a tag's content and end, after its begin text."""
+        """Return the expression of a tag without its begin text: content and end."""
         given = part.get("end", "")
         ends = (given,) if isinstance(given, str) else _texts(f"{place}.end", given)
         stops = tuple(filter(None, ends))
@@ -198,7 +198,7 @@ class _Compiler:
     def _keywords(self, schema: Mapping[str, Any]) -> str:
         """Return keyword arguments in Python's notation: required ones in the order of the schema, then optional ones.
 
-        A rule for each optional argument and those after it keeps the grammar as long as the schema.
+        Each optional argument gets one rule that refers to the rules of later ones, so the grammar's size is linear.
         """
         properties = schema.get("properties")
         if not isinstance(properties, Mapping) or not properties:
@@ -295,7 +295,7 @@ class _Compiler:
         return self._rule(f"/{regex}/", options="[lazy]")
 
     def _rule(self, body: str, *, options: str = "", terminal: bool = False) -> str:
-        """Add a rule if it is new, and return its name."""
+        """Add a rule if it is new, and return its name. options: Lark attributes. terminal: it is a Lark terminal."""
         known = f"{options}: {body}"
         if known not in self._names:
             self._names[known] = name = f"{'T' if terminal else 'r'}{len(self._names)}"

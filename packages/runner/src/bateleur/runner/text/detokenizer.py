@@ -30,7 +30,7 @@ class IncrementalDetokenizer:
     min_tokens: a stop string that is complete before this many tokens is ordinary text.
     include_stop: end the text after the stop string instead of before it.
     skip_special_tokens: special tokens have no text.
-    tags: ids and texts of the tokens that `tags_from` reports, with or without text.
+    tags: ids and texts of the tokens that `tags_from` reports, even those that are skipped as special tokens.
 
     The pieces returned by `push` and `finish` join to `text`. Without stop strings that is the text of all tokens
     decoded at once, without an incomplete character at the end (`decode_all`).
@@ -118,7 +118,7 @@ class IncrementalDetokenizer:
         return self._release(fresh)
 
     def _note_tag(self, token_id: int, shown: str, fresh: str) -> None:
-        """Record the position of a tag with text `shown`, which ends the new text `fresh`."""
+        """Record the position of the token if it is a tag. Its text `shown` is the end of the new text `fresh`."""
         if token_id in self._tags and fresh.endswith(shown):
             end = self._num_characters + len(self._held) + len(fresh)
             self._found.append(TextTag(end - len(shown), end, token_id))
@@ -137,7 +137,7 @@ class IncrementalDetokenizer:
         return self._tokenizer.decode(token_ids, skip_special_tokens=self._skip)
 
     def _shorten_clean(self) -> None:
-        """Drop tokens before the previous character border if the window is long. The text ends with a character."""
+        """Drop old tokens of a long window, up to a token that ended a character. The last token must end one, too."""
         if len(self._window) < _WINDOW // 2:
             return
         if self._clean:
@@ -147,11 +147,12 @@ class IncrementalDetokenizer:
         self._clean = len(self._window)
 
     def _shorten_partial(self) -> str:
-        """Split a window that has long ended in invalid bytes, where both halves decode to the text of the whole.
+        """Drop old tokens of a long window that ends in invalid bytes. Returns the new text.
+
+        The window is split where the texts of both halves join to the text of the whole.
 
         Every token in the window has at least one byte, and a UTF-8 sequence at most four. So at least one of four
-        adjacent token borders splits no sequence, and the text after it is long enough to check that. Returns the new
-        text.
+        adjacent token borders splits no sequence, and the text after it is long enough to check that.
         """
         for cut in range(len(self._window) - 5, len(self._window) - 9, -1):
             left, right = self._decode(self._window[:cut]), self._decode(self._window[cut:])

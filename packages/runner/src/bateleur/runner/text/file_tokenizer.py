@@ -71,7 +71,7 @@ class FileTokenizer:
     ) -> str:
         """Return the text that the template writes for a conversation, see `write_chat`.
 
-        `names` override special tokens.
+        names: further variables of the template; they override special tokens.
         tokenize: only for compatibility with transformers.
         """
         from bateleur.runner.text.template import write_chat

@@ -71,7 +71,7 @@ def _with_role(name: str, given: object) -> dict[str, Any]:
 
 
 def _normalise(name: str, message: dict[str, Any], *, asked: bool) -> None:
-    """Convert the fields of a message for templates. asked: whether it is part of the message to be answered."""
+    """Convert the fields of a message for templates. asked: it is a new user message, so faults raise ValueError."""
     content = message.get("content")
     if asked and content is None:
         refuse(f"{name}.content", content, "text, or a list of parts")
@@ -93,7 +93,7 @@ def _normalise(name: str, message: dict[str, Any], *, asked: bool) -> None:
 
 
 def _content(name: str, content: object, message: dict[str, Any], *, asked: bool) -> str:
-    """Join the parts of a content with newlines, as vLLM does.
+    """Join the parts of a content with newlines, as vLLM does. asked: see `_normalise`.
 
     None becomes "", because some templates do not know None.
     """
@@ -114,7 +114,7 @@ def _content(name: str, content: object, message: dict[str, Any], *, asked: bool
 
 
 def _part(name: str, given: object, message: dict[str, Any], *, asked: bool) -> str | None:
-    """Return the text of a content part; None for reasoning, which becomes a field of the message."""
+    """Return the text of a content part; None for reasoning, which is moved to `message`. asked: see `_normalise`."""
     if not asked and not isinstance(given, Mapping):
         _log_fault("a part that is not an object is written as JSON")
         return None if given is None else json.dumps(given, ensure_ascii=False, default=shown)
@@ -135,7 +135,7 @@ def _part(name: str, given: object, message: dict[str, Any], *, asked: bool) -> 
 
 
 def _unicode(name: str, written: str, *, asked: bool) -> str:
-    """Return text that can be encoded. Half a surrogate pair is refused in a new message, replaced in a past one."""
+    """Return valid Unicode. Half a surrogate pair raises in a new message (`asked`), and is replaced in a past one."""
     if asked or written.isascii():
         require_unicode(name, written)
         return written
@@ -184,7 +184,7 @@ def _json_value(written: str) -> Any:
 
 
 def _completions(written: str) -> Iterator[str]:
-    """Yield truncated JSON text with everything closed: first with its last member, then without it."""
+    """Yield truncated JSON with its strings and brackets closed: first with its last member, then without it."""
     open_ones, quoted, escaped, comma = "", False, False, 0
     for i, char in enumerate(written):
         if quoted:

@@ -43,7 +43,7 @@ class StopStrings:
         return state
 
     def _link(self) -> None:
-        """Set `_shorter` of all states, shorter prefixes first, because longer ones need them."""
+        """Set the failure links (`_shorter`) of all states, short prefixes first, because longer ones need them."""
         by_length = sorted(self._next.items(), key=lambda edge: self._length[edge[1]])
         for key, state in by_length:
             before, char = key >> _BITS, chr(key & (1 << _BITS) - 1)

@@ -47,7 +47,7 @@ def write_chat(
 
 
 def _mark_end(message: dict[str, Any]) -> str:
-    """Append the mark to the text of a message and return the text. It shows where the text ends in the output."""
+    """Append a marker to the text of a message, to find its end in the output. Returns the text without the marker."""
     content = message.get("content")
     if isinstance(content, str):
         message["content"] = content + _MARK
@@ -108,7 +108,7 @@ class _Generation(Extension):
     tags = {"generation"}  # noqa: RUF012 (as Jinja has it)
 
     def parse(self, parser: Parser) -> nodes.Node:
-        """Parse the tag to a call of `_inside` with its body."""
+        """Return a node that writes the body of the tag."""
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return nodes.CallBlock(self.call_method("_inside"), [], [], body).set_lineno(line)

@@ -49,7 +49,7 @@ class TokenText:
         return self._texts[token]
 
     def bytes_of(self, token: int) -> bytes:
-        """Return the bytes of one token, or of its text if the tokenizer does not tell its bytes."""
+        """Return the bytes of one token. If they can't be read from the vocabulary, encode its text."""
         if token not in self._bytes:
             steps, special = self._described
             backend: Any = getattr(self._tokenizer, "backend_tokenizer", None)

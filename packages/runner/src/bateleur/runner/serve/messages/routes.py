@@ -27,7 +27,7 @@ def router(service: Service) -> APIRouter:
 
     @routes.post("/v1/messages", openapi_extra=openapi_model(MessagesBody))
     async def create(request: Request) -> Response:
-        """Answer a conversation in Anthropic's form."""
+        """Answer a conversation in Anthropic's format."""
         parsed = await _read(service, request, MessagesBody)
         message_id = f"msg_{uuid4().hex}"
         answered = await answer(service, parsed, message_id)
@@ -50,7 +50,6 @@ def router(service: Service) -> APIRouter:
 
 
 async def _read(service: Service, request: Request, model: type[CountTokensBody]) -> ChatRequest:
-    """Read and parse the body of a request."""
     value = await read_json_object(request, service.config)
     with http_errors():
         body = validate(model, value)

@@ -79,7 +79,7 @@ class MessageWriter:
         yield {"type": "content_block_start", "index": self._index, "content_block": dict(block)}
 
     def _close(self) -> Iterator[StreamEvent]:
-        """Complete the open block, if any."""
+        """Yield the events that complete the open content block, if any."""
         if self._open is None:
             return
         if self._open["type"] == "tool_use":
@@ -98,7 +98,7 @@ class MessageWriter:
 
 
 def _object(arguments: str) -> Any:
-    """Parse the arguments of a call. Truncated arguments give an empty input; the stop reason shows the truncation."""
+    """Parse the arguments of a tool call. Truncated ones become {}; the stop reason shows the truncation."""
     try:
         return json.loads(arguments) if arguments else {}
     except ValueError:

@@ -81,11 +81,11 @@ def _stream_options(name: str, value: Any) -> dict[str, bool]:
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """A field of a request body that is not a sampling parameter."""
+    """A field of a request body that is not a sampling parameter: its check, description and JSON Schema type."""
 
     check: Check
     about: str
-    """Description for the API documentation."""
+    """Description in the OpenAPI schema."""
     kind: str | None = None
     """JSON Schema type; None if several types are accepted."""
 

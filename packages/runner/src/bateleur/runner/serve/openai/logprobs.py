@@ -74,7 +74,7 @@ def chat_logprobs(
 
 
 def prompt_logprobs(logprobs: Sequence[Mapping[int, Logprob] | None]) -> list[dict[str, Any] | None]:
-    """Return `prompt_logprobs` in vLLM's form, by token id; None for the first token."""
+    """Return `prompt_logprobs` in vLLM's format, by token id; None for the first token."""
     return [
         None
         if position is None

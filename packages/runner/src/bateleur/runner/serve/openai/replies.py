@@ -1,4 +1,4 @@
-"""Reply bodies and stream chunks in OpenAI's form, from the outputs of the engine."""
+"""Reply bodies and stream chunks in OpenAI's format, from the outputs of the engine."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Decode(Protocol):
 def error_body(
     message: str, *, kind: str = "invalid_request_error", param: str | None = None, code: str | int | None = None
 ) -> dict[str, Any]:
-    """Return an error body in OpenAI's form."""
+    """Return an error body in OpenAI's format."""
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
@@ -74,8 +74,8 @@ def completion_choice(
 ) -> dict[str, Any]:
     """Return one choice of a reply or chunk.
 
-    first: whether this is the reply or the first chunk, which has the fields of the prompt. offset: characters of the
-    tokens in earlier chunks.
+    first: whether this is the reply or the first chunk, which has the fields of the prompt. offset: number
+    of characters in earlier chunks, for `text_offset`.
     """
     drawn = [] if parsed.only_prompt else list(completion.token_ids)
     text = "" if parsed.only_prompt else completion.text
@@ -143,7 +143,8 @@ def chat_choice(
 ) -> dict[str, Any]:
     """Return one choice of a reply or chunk.
 
-    message_fields: new fields of the message without its role. With tool calls, "stop" becomes "tool_calls".
+    message_fields: new fields of the message without its role. chunk: they are the `delta` of a stream.
+    The finish reason "stop" becomes "tool_calls" if the message has tool calls.
     """
     reason: str | None = completion.finish_reason
     if reason == "stop" and message_fields.get("tool_calls"):

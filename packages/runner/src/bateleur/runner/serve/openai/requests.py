@@ -21,7 +21,7 @@ from bateleur.runner.utils.arguments import TEXTS_AND_BYTES, Check, Integer, fla
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class APIRequest:
-    """Fields that all parsed request bodies have."""
+    """Fields that all parsed request bodies have. names: see `http_errors`."""
 
     params: SamplingParams
     model: str | None = None
@@ -38,7 +38,7 @@ class APIRequest:
     return_tokens_as_token_ids: bool = False
     """Whether log probabilities name tokens as token_id:ID."""
     names: Mapping[str, str] = field(default_factory=dict)
-    """The client's names of fields, by their names in chat completions; for errors."""
+    """For errors: names of fields in the client's API, by their names in chat completions."""
 
     @property
     def num_top_logprobs(self) -> int | None:
@@ -136,7 +136,7 @@ def chat_request(
     """Parse a body of `/v1/chat/completions`. Without max_tokens the model's context is the limit.
 
     defaults: sampling parameters for absent fields. strict: reject unknown fields and tools that are not functions.
-    names: see `APIRequest`. Raises ValueError that begins with the field.
+    names: see `http_errors`. Raises ValueError that begins with the field.
     """
     own, sampling = split(body, CHAT_FIELDS, strict=strict)
     if "messages" not in own:
@@ -200,7 +200,7 @@ def _names_for_template(own: Mapping[str, Any]) -> dict[str, Any]:
 def _common(own: Mapping[str, Any], sampling: dict[str, Any], grammar: str = "structured_outputs") -> dict[str, Any]:
     """Return the fields of `APIRequest`, from the body's fields `own` and its sampling parameters.
 
-    grammar: name of the field that sets a grammar, if not `response_format`.
+    grammar: body field that errors in `structured_outputs` are reported for, unless `response_format` is given.
     """
     if (form := own.get("response_format")) is not None:
         if sampling.get("structured_outputs") is not None:

@@ -114,7 +114,7 @@ def is_strict(tool: Mapping[str, Any]) -> bool:
 
 
 def arguments_of(tool: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the schema of a tool's arguments with tool_choice auto: any object unless the tool is strict."""
+    """Return the schema of a tool's arguments for tool_choice auto: any object unless the tool is strict."""
     return _arguments(tool["function"]) if is_strict(tool) else {"type": "object"}
 
 

@@ -141,7 +141,7 @@ class AnswerParser:
         return found
 
     def _begins_call(self, source: Source) -> bool:
-        """Return whether a call starts at the start of the text, which is complete."""
+        """Return whether the text starts with a tool call, given that no more text follows."""
         assert self._format is not None
         form = self._format
         calls = Calls(form.tools, form.max_calls, self._table, lambda event: None, end_tags=form.end_tags)
@@ -178,16 +178,16 @@ class AnswerParser:
     # --- texts ----------------------------------------------------------------------------------------------
 
     def _say(self, text: str, *, whole: bool = False) -> None:
-        """Report content.
+        """Emit content.
 
-        White space at its end waits for the next text, unless `whole` says that the content ends here.
+        White space at its end is held back until more text follows, unless the content ends here (`whole`).
         """
         if text := self._without_space(text, whole=whole):
             self._after_call, self._has_content = False, True
             self._events.append(Content(self._table.unmark(text)))
 
     def _reason(self, text: str, *, whole: bool = False) -> None:
-        """Report reasoning. White space at its end is treated as in `_say`."""
+        """Emit reasoning. White space at its end is treated as in `_say`."""
         if text := self._without_space(text, whole=whole):
             self._events.append(Reasoning(self._table.unmark(text)))
 

@@ -45,7 +45,7 @@ class ArgumentsWriter:
         return types_of(self._schema, key)
 
     def key(self, key: str, *, before: str = "", colon: str = ": ") -> None:
-        """Write a key. before: text that replaces the ", " or "{" before the key."""
+        """Write a key. before: replaces the ", " or "{" before it. colon: text after it."""
         self.write(before or (", " if self.keys else "{"))
         self.write(as_string(key) + colon)
         self.keys.append(key)

@@ -184,6 +184,6 @@ def prepare_chat(chat_format: ChatFormat, parsed: ChatRequest, prompt: ChatPromp
 
 
 def reasoning_enabled(template: Mapping[str, Any]) -> bool:
-    """Return whether the template arguments leave reasoning enabled."""
+    """Return whether the chat template's arguments do not disable reasoning."""
     off = any(template.get(name) is False for name in ("enable_thinking", "thinking"))
     return not off and template.get("reasoning_effort") != "none"

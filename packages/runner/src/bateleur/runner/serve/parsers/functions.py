@@ -81,7 +81,7 @@ class _Function:
         return True
 
     def _say(self) -> IncrementalParse[None]:
-        """Consume the text before the next tag, and report it as content without leading white space."""
+        """Consume the text before the next tag, and emit it as content without leading white space."""
         begun = False
         while True:
             found = self._tag.search(self._source.text)
@@ -103,12 +103,12 @@ class _Function:
             yield
 
     def _num_certain(self) -> int:
-        """Return the length of the text without a possible start of a tag at its end, which may still change."""
+        """Return `_num_outside` of the text received so far, or its full length if no more text follows."""
         text = self._source.text
         return len(text) if self._source.final else self._num_outside(text)
 
     def _num_outside(self, text: str) -> int:
-        """Return the length of a text without an incomplete tag at its end."""
+        """Return the length of a text before the incomplete tag at its end, if any."""
         at = text.rfind("<", max(0, len(text) - _LONGEST))
         if at < 0:
             return len(text)
@@ -214,7 +214,7 @@ class _Function:
         return found is not None and found["call"] is not None and self._calls.may_call(_name(found[0]))
 
     def _ends_at(self, at: int) -> IncrementalParse[tuple[re.Match[str], re.Match[str] | None]]:
-        """Return the sequence of end tags at a position, and the tag after them."""
+        """Return the match of all adjacent end tags at a position, and the match of the tag after them, if any."""
         while True:
             ends = self._ends.match(self._source.text, at)
             assert ends is not None, "the pattern matches the empty text"
@@ -251,7 +251,6 @@ class _Value:
         return not self._is_text and is_complete("".join(self._parts) + text)
 
     def add(self, text: str) -> None:
-        """Add text to the value."""
         self.empty = self.empty and not text
         self.blank = self.blank and not text.strip()
         if self._is_text:

@@ -74,7 +74,7 @@ class Qwen3Coder(Hermes):
     def triggers(cls, functions: Sequence[Function]) -> list[str]:
         """Return texts that start a call in free text.
 
-        They have the function's name; other such tags may occur in text.
+        Each <function=...> has the name of an available function, so that text may contain other tags of this form.
         """
         return ["<tool_call>", *(f"{FUNCTION}{each.name}>" for each in functions)]
 

@@ -104,7 +104,7 @@ def _read_call(source: Source, at: int, calls: Calls) -> IncrementalParse[bool]:
 
 
 class _Member(NamedTuple):
-    """Key and positions of one member of a JSON object. key=None marks the end of the members."""
+    """Key of one member of a JSON object, and positions in the text. key=None marks the end of the members."""
 
     key: str | None
     start: int
@@ -274,7 +274,7 @@ def skip_end_tags(source: Source, at: int, writer: ArgumentsWriter) -> Increment
 
 
 def _begins_key(source: Source, at: int, next_key: re.Pattern[str]) -> IncrementalParse[bool]:
-    """Whether the next key of Python's arguments begins at a position."""
+    """Return whether `next_key` (a parameter's name and "=") matches at a position."""
     while next_key is not NO_KEY and not source.final and MAY_KEYWORD.match(source.text, at):
         yield
     return next_key.match(source.text, at) is not None
@@ -300,7 +300,7 @@ def _string_end(
 
 
 def _key_in_plain_text(source: Source, at: int, next_key: re.Pattern[str]) -> IncrementalParse[re.Match[str] | None]:
-    """Search for the next key up to the first quote, bracket, comma or tag."""
+    """Return the match of `next_key` before the first quote, bracket, comma or tag, or None."""
     while True:
         found = _PLAIN.match(source.text, at)
         if found is None or found.end() < len(source.text) or source.final:

@@ -86,7 +86,7 @@ def _read_functions(source: Source, at: int, calls: Calls) -> IncrementalParse[b
 
 
 def _read_keywords(source: Source, writer: ArgumentsWriter) -> IncrementalParse[bool]:
-    """Consume arguments up to `)`. Returns False if they were truncated. Positional arguments get the next name.
+    """Consume arguments up to `)`. Returns False if they were truncated. Positional ones get the next unused name.
 
     Models forget commas. So the name of a parameter and "=" after a value begin the next argument.
     """

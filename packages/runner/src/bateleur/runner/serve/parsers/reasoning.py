@@ -76,7 +76,7 @@ def _after_reasoning(reasoning: ReasoningPhase, answer: Format) -> Format:
 def _calls_in_text(
     reasoning: ReasoningPhase, tools: type[ToolFormat], functions: Sequence[Function], *, once: bool
 ) -> Format:
-    """Build the format of free text with calls, which must follow the tools' schemas, also in the reasoning."""
+    """Build the format of free text with calls. Calls must follow the tools' schemas, even within the reasoning."""
     tags = tools.call_tags(functions, once=once)
     if not tools.BARE_STARTS:
         return triggered(tags, tools.triggers(functions))
@@ -89,7 +89,7 @@ def _calls_in_text(
 def _calls_or_answer(
     reasoning: ReasoningPhase, tools: type[ToolFormat], functions: Sequence[Function], answer: Format, *, once: bool
 ) -> Format:
-    """Build the format of reasoning followed by calls or an answer. Calls may also end unclosed reasoning."""
+    """Build the format of reasoning followed by calls or an answer. Calls may follow reasoning without an end tag."""
     tags = tools.call_tags(functions, once=once)
     body = either(listed(tags, tools.SEPARATOR, once=once), answer)
     if reasoning == "none":

@@ -51,15 +51,15 @@ class ToolFormat:
 
     @classmethod
     def call_tags(cls, functions: Sequence[Function], *, once: bool) -> list[Format]:
-        """Return the grammar of a call of each function, as tags that begin with a trigger if the format has triggers.
+        """Return grammars of calls of these functions, each in the form of a structural tag's `tag`.
 
-        once: whether the answer may have only one call.
+        Each begins with one of `triggers`, if there are any. once: allow only one call in an answer.
         """
         raise NotImplementedError
 
     @classmethod
     def triggers(cls, functions: Sequence[Function]) -> list[str]:
-        """Return texts that start a call in free text."""
+        """Return the texts that start a call within free text."""
         return [*cls.START_TAGS[:1]]
 
     def start_tag_of(self, source: Source) -> str:

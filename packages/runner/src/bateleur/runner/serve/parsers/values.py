@@ -63,7 +63,7 @@ def _collect(part: Any, root: Mapping[str, Any], found: set[str], depth: int) ->
 
 
 def _at(root: Any, pointer: str) -> Any:
-    """Resolve a local reference of a schema."""
+    """Return the part of a schema at a JSON pointer such as #/$defs/City."""
     for step in pointer.removeprefix("#/").split("/"):
         root = root.get(step) if isinstance(root, Mapping) else None
     return root

@@ -48,7 +48,6 @@ class _Conversation(BaseModel):
 
     @property
     def stored(self) -> bool:
-        """Whether the response is stored."""
         return self.store is not False
 
     @property

@@ -130,7 +130,7 @@ class _ResponseHandler:
         return stored
 
     def _resolved(self, item: Item) -> Item:
-        """Return the stored item that a reference names. Raises HTTPException if it does not exist."""
+        """Replace an `item_reference` by the stored item. Raises HTTPException if it does not exist."""
         if item.get("type") != "item_reference":
             return item
         found = self.store.outputs.get(str(item.get("id")))

@@ -11,7 +11,7 @@ from bateleur.runner.serve.responses.body import Item
 
 @dataclass(slots=True)
 class StoredResponse:
-    """A stored response and its conversation."""
+    """A stored response, its input items, and all items of its conversation."""
 
     response: Item
     inputs: list[Item]

@@ -120,7 +120,7 @@ class ResponseWriter:
         yield self._item_event("response.output_item.added", item=_copy(item), item_id=None)
 
     def _close(self, status: str) -> Iterator[StreamEvent]:
-        """Complete the open item, if any."""
+        """Yield the events that complete the open output item, if any."""
         if (item := self._open) is None:
             return
         if item["type"] == "function_call":
@@ -157,7 +157,7 @@ class ResponseWriter:
 
 
 def _copy(item: Item) -> Item:
-    """Copy an item or part, which may grow before an earlier event is sent."""
+    """Copy an item or part for an event, because the original may change before the event is sent."""
     parts: Callable[[Any], Any] = lambda value: [*map(dict, value)] if isinstance(value, list) else value  # noqa: E731
     return {name: parts(value) for name, value in item.items()}
 
