@@ -33,7 +33,7 @@ _METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 class ReplicaFrontend:
     """Forwards requests to replicas, and their responses to clients.
 
-    A request is retried on another replica until the first byte of a response body has been sent.
+    If a replica dies before the first byte of the response body, another one gets the request.
     send_request: sends a request to a replica. metrics: returns the Prometheus text of each replica by its name.
     """
 

@@ -165,7 +165,7 @@ class PrefixRouting:
         return None
 
     def _hash_choices(self, prefix: bytes, loads: Mapping[str, float]) -> list[str]:
-        """Return two replicas by rendezvous hashing. They do not change when other replicas are added or removed."""
+        """Return two replicas by rendezvous hashing. Adding or removing a replica changes few choices."""
         number = int.from_bytes(hashlib.blake2b(prefix, digest_size=7).digest(), "little")
 
         def rank(replica: str) -> int:

@@ -69,7 +69,10 @@ async def chat_completion(service: Service, request: Request, body: dict[str, An
 
 
 async def _parts(service: Service, answered: Answer) -> AsyncGenerator[dict[str, Any], None]:
-    """Yield the fields of each chunk. The first chunk of each choice has the role, the very first also the prompt's fields."""
+    """Yield the fields of each chunk.
+
+    The first chunk of each choice has the role. The first chunk of the reply also has fields about the prompt.
+    """
     begun: set[int] = set()
     parsed = answered.parsed
     async with aclosing(answered.reports()) as reports:

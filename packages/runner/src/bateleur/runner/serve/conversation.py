@@ -102,7 +102,8 @@ class Answer:
 async def render_prompt(service: Service, parsed: ChatRequest) -> tuple[ChatRequest, ChatPrompt]:
     """Return the request with the server's options applied, and its prompt.
 
-    Raises HTTPException if the chat template rejects the request."""
+    Raises HTTPException if the chat template rejects the request.
+    """
     service.adapter_of(parsed.model)
     parsed = with_options(parsed, service.config)
     with http_errors(parsed.names):

@@ -161,13 +161,14 @@ class ThinkingBudget:
     def _answer_follows(self, completion: CompletionOutput, written: list[int]) -> bool:
         """Return whether only the reasoning ended (end tag or budget), and max_tokens leaves room for an answer.
 
-        written: tokens generated so far."""
+        written: tokens generated so far.
+        """
         room = self.params.max_tokens is None or len(written) + 1 < self.params.max_tokens
         ended = completion.finish_reason == "stop" and written[-1:] == [self.end]
         return room and (ended or completion.finish_reason == "length")
 
     def _close(self, completion: CompletionOutput, written: list[int]) -> None:
-        """End the reasoning with this output: keep the model's end tag, or append one to it and to `written`."""
+        """End the reasoning with this output: keep the model's end tag, or append one to `completion` and `written`."""
         if written[-1:] != [self.end]:
             written.append(self.end)
             completion.token_ids.append(self.end)

@@ -131,7 +131,7 @@ class Grammars:
     """Compiles and caches the grammars of requests. Thread-safe."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
-        """Builds nothing, and imports nothing of the extra `structured`, before the first use."""
+        """Builds the vocabulary and imports llguidance only at the first use."""
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
         self._eos_token_ids = frozenset(eos_token_ids)
         tags = {text: token for token, text in tag_tokens(tokenizer).items() if token < vocab_size}

@@ -46,7 +46,7 @@ class Matcher:
         self.restart(())
 
     def restart(self, token_ids: Sequence[int]) -> None:
-        """Set the state to the one after these tokens, whatever the current state."""
+        """Return to the initial state, then accept these tokens."""
         self._parser = self._grammar.begin()
         self._tokens: list[int] = []
         for token in token_ids:

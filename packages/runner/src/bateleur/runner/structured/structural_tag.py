@@ -62,7 +62,10 @@ def property_schema(schema: Mapping[str, Any], key: str) -> Mapping[str, Any]:
 
 
 class _Compiler:
-    """Collects the grammar rules of one structural tag. Methods return expressions or names of rules."""
+    """Collects the grammar rules of one structural tag. Methods return expressions or names of rules.
+
+    place: path of a format in the request, for messages. part: a format. depth: nesting depth.
+    """
 
     def __init__(self, tokens: TagTokens, compact: bool) -> None:
         self._tokens, self._compact = tokens, compact
@@ -132,7 +135,7 @@ class _Compiler:
         return f"({between.join(elements)})"
 
     def _after_begin(self, place: str, part: Mapping[str, Any], depth: int) -> str:
-        """Return the expression of a tag without its begin text: content and end."""
+        """Return the expression of what follows the begin text of a `tag` format: its content and its end."""
         given = part.get("end", "")
         ends = (given,) if isinstance(given, str) else _texts(f"{place}.end", given)
         stops = tuple(filter(None, ends))
@@ -144,7 +147,7 @@ class _Compiler:
         return f"{self.format(at, content, depth + 1)} ({' | '.join(map(self._literal, ends))})"
 
     def _triggered(self, place: str, part: Mapping[str, Any], ends: Sequence[str], depth: int) -> str:
-        """Return the expression of free text with tags after their triggers, up to one of the ends if there are any."""
+        """Return the expression of a `triggered_tags` format, and of one of the texts `ends` after it, if any."""
         triggers = _texts(f"{place}.triggers", part.get("triggers"))
         bodies: dict[str, list[str]] = {}
         for i, each in enumerate(_several(f"{place}.tags", part.get("tags"))):
@@ -167,7 +170,7 @@ class _Compiler:
         return f"({call}) {end if once else self._segments(calls, ends, excludes)}"
 
     def _separated(self, place: str, part: Mapping[str, Any], depth: int) -> str:
-        """Return the expression of tags with the same text between them."""
+        """Return the expression of a `tags_with_separator` format."""
         given = _several(f"{place}.tags", part.get("tags"))
         tags = [self.format(f"{place}.tags[{i}]", each, depth + 1) for i, each in enumerate(given)]
         one = self._rule(" | ".join(tags))
@@ -228,10 +231,10 @@ class _Compiler:
         after: str | None = None,
         last: bool = False,
     ) -> str:
-        """Return the expression of free text with calls after their triggers.
+        """Return the expression of free text in which each trigger starts a call.
 
-        It includes one of the ends, if there are any. calls: rules by trigger. excludes: tags that the text does not
-        have.
+        calls: rules for what follows a trigger, by trigger. ends: texts of which one ends the text, if any are given.
+        excludes: tags that the text does not have.
         after: expression that follows a call, instead of more text. last: whether the text ends with a call.
         """
         tags, known = (*calls, *ends, *excludes), self._tokens

@@ -137,7 +137,7 @@ class IncrementalDetokenizer:
         return self._tokenizer.decode(token_ids, skip_special_tokens=self._skip)
 
     def _shorten_clean(self) -> None:
-        """Drop old tokens of a long window, up to a token that ended a character. The last token must end one, too."""
+        """Drop old tokens of a long window, up to one that ended a character. Called when the last token ends one."""
         if len(self._window) < _WINDOW // 2:
             return
         if self._clean:

@@ -118,7 +118,7 @@ class _Generation(Extension):
 
 
 class _Names(Namespace):
-    """Jinja's namespace without the attributes that lead out of the sandbox."""
+    """Jinja's `namespace`, which rejects attributes that begin with an underscore and could leave the sandbox."""
 
     def __init__(*args: Any, **kwargs: Any) -> None:  # no `self`, so that it can be an attribute
         self, *given = args

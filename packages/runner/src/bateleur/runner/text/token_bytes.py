@@ -68,8 +68,8 @@ class TokenText:
     def added_text(self, previous: Sequence[int], token: int) -> str:
         """Return the text that a token adds to earlier tokens, so that the texts of all tokens join to the whole text.
 
-        A character of several tokens is added by the last of them. previous: the last tokens before this one, at least
-        3 if there are as many.
+        A character of several tokens is added by the last of them. previous: at least the
+        last 3 tokens before this one, or all if there are fewer.
         """
         begun = partial_character(b"".join(map(self.bytes_of, previous[-_MAX_PARTIAL:])))
         return _whole(begun + self.bytes_of(token))

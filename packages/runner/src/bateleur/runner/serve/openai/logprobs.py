@@ -24,7 +24,7 @@ def completion_logprobs(
 ) -> dict[str, Any]:
     """Return `logprobs` of `/v1/completions`: the most likely tokens, and the token itself.
 
-    logprobs: log probabilities at each position; None for the first token of a prompt, whose text is `beginning`.
+    logprobs: log probabilities at each position; None for the first token of a prompt. beginning: its text.
     offset: characters before the first token.
     as_ids: write tokens as token_id:ID.
     """

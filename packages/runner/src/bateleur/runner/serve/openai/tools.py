@@ -77,7 +77,7 @@ def tool_choice(value: Any, tools: Tools) -> ToolChoice:
 
 
 def allowed_tools(choice: Any, tools: tuple[dict[str, Any], ...]) -> tuple[Any, tuple[dict[str, Any], ...]]:
-    """Return mode and tools of a choice of type allowed_tools; return other choices and all tools unchanged."""
+    """Return the mode and tools in a choice of type allowed_tools. Another choice is returned with all tools."""
     if not isinstance(choice, Mapping) or choice.get("type") != "allowed_tools":
         return choice, tools
     name = "tool_choice.allowed_tools"

@@ -115,5 +115,5 @@ class Calls:
         return ArgumentsWriter(write, self._schemas[name], self._end_tags)
 
     def add_content(self, text: str) -> None:
-        """Report text between the parts of a call as content."""
+        """Emit text between the parts of a call as content."""
         self._emit(Content(self._table.unmark(text)))

@@ -138,7 +138,7 @@ def _as_text(value: str) -> str:
 
 
 def _as_object(value: str) -> str:
-    """Return arguments as the text of a JSON object, given as object, string or null; empty for other values."""
+    """Return arguments, given as JSON object, string of JSON or null, as a JSON object; "" for other values."""
     value = value.strip()
     if value[:1] and value[0] in _QUOTES:
         value = _as_text(value).strip()

@@ -30,7 +30,7 @@ _SPACE = pattern(r"[ \t\r\n]{0,8}")
 
 @dataclass(frozen=True, slots=True)
 class Think:
-    """Format of reasoning between <think> and </think> at the start of an answer."""
+    """Format of reasoning between <think> and </think> at the start of an answer. opened: the prompt has begun it."""
 
     BEGIN: ClassVar[str] = "<think>"
     END: ClassVar[str] = "</think>"

@@ -145,7 +145,7 @@ def _add_message(messages: list[dict[str, Any]], item: Item) -> None:
 
 
 def _assistant(messages: list[dict[str, Any]], new: Sequence[str] = ()) -> dict[str, Any]:
-    """Return the last message if it is an assistant's without any of the fields `new`; else append a new one."""
+    """Return the last message if it is an assistant's and has no field of `new`; else append an assistant message."""
     if not messages or messages[-1]["role"] != "assistant" or any(messages[-1].get(name) for name in new):
         messages.append({"role": "assistant", "content": None})
     return messages[-1]

@@ -130,7 +130,7 @@ class _ResponseHandler:
         return stored
 
     def _resolved(self, item: Item) -> Item:
-        """Replace an `item_reference` by the stored item. Raises HTTPException if it does not exist."""
+        """Return the item that an `item_reference` names. Raises HTTPException if it is not stored."""
         if item.get("type") != "item_reference":
             return item
         found = self.store.outputs.get(str(item.get("id")))
