@@ -20,7 +20,7 @@ _SECONDS = Number(0, above=True)
 
 
 def _keys(name: str, value: Any) -> tuple[str, ...]:
-    """Check API keys without showing them in errors."""
+    """Return valid API keys. Errors do not show them."""
     for each in (keys := Several(lambda _, key: key, "a sequence of keys")(name, value)):
         if not isinstance(each, str) or not each or not each.isascii() or not each.isprintable() or " " in each:
             raise ValueError(f"{name} holds an invalid key: keys must be printable ASCII without spaces, not empty")

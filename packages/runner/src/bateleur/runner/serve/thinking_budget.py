@@ -50,7 +50,7 @@ class ThinkingBudget:
     def of(
         cls, service: Service, parsed: ChatRequest, prompt: ChatPrompt, prepared: PreparedChat
     ) -> ThinkingBudget | None:
-        """Create a budget; None without a budget, without reasoning, or if max_tokens is at most the budget."""
+        """Create a budget; None if the request sets none or can't reason, or if max_tokens is at most the budget."""
         budget, params, opened = parsed.thinking_token_budget, prepared.params, prepared.phase == "opened"
         if budget is None or prepared.phase == "none":
             return None

@@ -58,14 +58,14 @@ _PRIORITY = Integer(-(1 << 31), (1 << 31) - 1)
 
 
 def mapping(name: str, value: Any) -> dict[str, Any]:
-    """Check that a value is a JSON object."""
+    """Return a JSON object as a dict. Raises ValueError for other values."""
     if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
         refuse(name, value, "an object")
     return dict(value)
 
 
 def _name(name: str, value: Any) -> str:
-    """Check a request id. It must be short, because every chunk contains it."""
+    """Return a valid request id. It must be short, because every chunk contains it."""
     if not isinstance(value, str) or not 0 < len(value) <= 200 or not value.isprintable():
         refuse(name, value, "1 to 200 printable characters")
     return value

@@ -122,7 +122,7 @@ class ChatFormat:
     ) -> PreparedChat:
         """Prepare a request for this prompt.
 
-        thinking: whether the answer may begin with reasoning if the prompt does not open it; used by grammars.
+        thinking: whether the answer may begin with reasoning if the prompt does not open it; a grammar then allows it.
         Raises ValueError for tool_choice auto without a tool parser.
         """
         phase: ReasoningPhase = "none" if self.reasoning_parser is None else self._reasoning_phase(prompt)

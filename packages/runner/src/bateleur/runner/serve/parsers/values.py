@@ -150,7 +150,7 @@ def is_complete(text: str) -> bool:
 
 
 def _repaired(text: str, *, whole: bool) -> str:
-    """Return a Python literal as JSON: quotes, words (True, None), brackets and commas are converted."""
+    """Convert quotes, words (True, None), brackets and commas of a Python literal to JSON. whole: see `literal`."""
     parts: list[str] = []
     opened: list[str] = []
     for found in _PARTS.finditer(text):
