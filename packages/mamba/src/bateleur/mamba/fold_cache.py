@@ -87,8 +87,8 @@ class FoldCache:
             rows: row of each of the R requests in the cache, all different.
             computed: (R,) int64 tokens before the step, without rejected tokens.
             query_lens: R token counts of the step, at least 1 each.
-            num_decodes: number of leading decode rows, with 1 to 1 + K tokens of which a suffix may be rejected. The
-                other rows are prefills of any length.
+            num_decodes: number of leading decode rows, with 1 to 1 + K tokens (K drafts, of which a suffix may be
+                rejected). The other rows are prefills of any length.
 
         Raises:
             ValueError: sizes differ; a decode has more than 1 + K tokens; a row is invalid; a row would exceed
@@ -160,7 +160,7 @@ class FoldCache:
         self.states.scatter(rows, carried.accepted, base=computed)
 
     def fold(self, plan: FoldPlan, replay: ReplayPlan, rows: Tensor) -> None:
-        """Fold rings into saved states in all layers; arguments as in `StatePool.fold`."""
+        """Add ring entries to saved states in all layers; arguments as in `StatePool.fold`."""
         self.pages.fold(plan, replay, rows, self._params)
 
     def _check_rows(self, rows: Sequence[int]) -> None:

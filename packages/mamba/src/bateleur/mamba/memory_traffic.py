@@ -20,13 +20,13 @@ def window_bytes(spec: Recurrence, entries: int) -> int:
 
 
 def conv_update_bytes(spec: Recurrence, tokens: int) -> int:
-    """Return the bytes of `causal_conv1d_update`: W - 1 entries read, W - 2 + tokens written, inputs and outputs."""
+    """Return the bytes of `causal_conv1d_update`: conv window read and written, inputs and outputs."""
     window = spec.conv_width - 1
     return window_bytes(spec, window + (window - 1 + tokens) + 2 * tokens)
 
 
 def token_bytes(spec: Recurrence) -> int:
-    """Return the bytes of one token of `update` or `replay`: channels, gates and y. 0 for a pure convolution."""
+    """Return the bytes of a token's inputs and output in a recurrence: channels, gates, y. 0 for pure convolutions."""
     if not spec.state_shape:
         return 0
     size = spec.conv_dim + math.prod(spec.output_shape)
@@ -34,18 +34,18 @@ def token_bytes(spec: Recurrence) -> int:
 
 
 def state_update_bytes(spec: Recurrence, tokens: int) -> int:
-    """Return the bytes of `update`: one state read, and one state written after each token."""
+    """Return the bytes of the operator `update`: one state read, and one state written after each token."""
     return (1 + tokens) * spec.state_bytes + tokens * token_bytes(spec)
 
 
 def replay_bytes(spec: Recurrence, tokens: int, ring_len: float) -> float:
-    """Return the bytes of `replay`: a state and `ring_len` ring entries read, one ring entry written per token."""
+    """Return the bytes of a decode with a ring: a state and `ring_len` entries read, one entry written per token."""
     entries = (ring_len + tokens) * spec.ring_bytes(1)
     return spec.state_bytes + entries + tokens * token_bytes(spec)
 
 
 def fold_bytes(spec: Recurrence, count: float) -> float:
-    """Return the bytes of `fold` of `count` ring entries: one state read and written, one conv window copied."""
+    """Return the bytes of adding `count` ring entries to a state: state read and written, one conv window copied."""
     return 2 * spec.state_bytes + count * spec.ring_bytes(1) + 2 * window_bytes(spec, spec.conv_width - 1)
 
 
@@ -65,9 +65,9 @@ class FoldCycle:
 
     @classmethod
     def of(cls, layout: CacheLayout, accepted: int) -> FoldCycle:
-        """Compute how often the tokens of a ring are folded into the saved state, with `accepted` tokens per step.
+        """Compute after how many steps with `accepted` tokens each a ring is added to the saved state.
 
-        Raises ValueError for a layout of the policy SLOTS, or if `accepted` is not in [1, 1 + K].
+        Raises ValueError for a layout without rings (policy SLOTS), or if `accepted` is not in [1, 1 + drafts].
         """
         width = 1 + layout.num_speculative_tokens
         if layout.policy is not StatePolicy.FOLD:
@@ -78,7 +78,7 @@ class FoldCycle:
 
     @property
     def folded(self) -> int:
-        """Ring entries that the last step folds: all accepted tokens of the cycle."""
+        """Ring entries that the last step adds to the saved state: all accepted tokens of the cycle."""
         return self.steps * self.accepted
 
     @property
@@ -93,6 +93,6 @@ def slots_step_bytes(spec: Recurrence, tokens: int) -> int:
 
 
 def fold_step_bytes(spec: Recurrence, tokens: int, cycle: FoldCycle) -> float:
-    """Return the mean bytes of a decode step under FOLD: convolution, replay from the ring, one fold per cycle."""
+    """Return the mean bytes of a decode step with a ring (FOLD): convolution, recurrence, one fold per cycle."""
     replay = replay_bytes(spec, tokens, cycle.mean_ring_len)
     return conv_update_bytes(spec, tokens) + replay + fold_bytes(spec, cycle.folded) / cycle.steps

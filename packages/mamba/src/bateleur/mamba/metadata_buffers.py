@@ -13,7 +13,7 @@ from bateleur.mamba.spec import CacheLayout, StatePolicy
 
 @dataclass(frozen=True, slots=True)
 class MetadataBuffers:
-    """State slots (plans) and request rows of one step, for the maximum number of rows, or views of the first rows."""
+    """State slots and `RequestStates` rows of the requests of a step, at the maximum size or views of a smaller one."""
 
     plan: SlotPlan | ReplayPlan
     """Slots that the step reads and writes."""
@@ -36,7 +36,7 @@ class MetadataBuffers:
 
 
 class PiecewiseDecodeBuffers:
-    """Plan, token offsets and request rows of the decode rows of each step, for piecewise graphs.
+    """State slots, token offsets and `RequestStates` rows of the decodes of each step, for piecewise graphs.
 
     A piecewise graph of mixed batches is captured for a number of tokens, not for a number of decode rows. It therefore
     reads the buffers of the maximum number of rows. Rows after the last decode have no tokens, state slot 0 and request
@@ -79,7 +79,7 @@ class PiecewiseDecodeBuffers:
 
 
 def empty_plan(layout: CacheLayout, num_reqs: int, device: torch.device | str) -> SlotPlan | ReplayPlan:
-    """Allocate a zeroed plan of the layout's policy."""
+    """Allocate a zeroed plan (state slots per request) for the layout's state policy."""
     if layout.policy is StatePolicy.FOLD:
         return ReplayPlan.allocate(num_reqs, device)
     return SlotPlan.allocate(layout, num_reqs, device)

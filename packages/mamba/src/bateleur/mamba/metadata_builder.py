@@ -32,8 +32,8 @@ class MambaMetadataBuilder:
     Slots are written to persistent buffers, so a captured graph of a decode batch can read them. Chunks of prefills are
     allocated for each batch that has prefills.
 
-    `states` is required for draft tokens and for the FOLD policy. The next KV-cache group then has a block table of
-    one column: the row in `states` of each request, 0 in padded rows. `commit` ends the step.
+    `states` is required for draft tokens and for the FOLD policy (rings of inputs). The next KV-cache group then has a
+    block table of one column: the row in `states` of each request, 0 in padded rows.
 
     Args:
         layout: block-table layout of the group.
@@ -232,7 +232,7 @@ class MambaMetadataBuilder:
 
     @staticmethod
     def _request_rows(common: CommonAttentionMetadata, group: int) -> Tensor:
-        """Return the request row of each row of the batch, (R,): the one column of the next group's block table."""
+        """Return the row in `states` of each request, (R,): the one column of the next group's block table."""
         tables = common.block_tables[group + 1 : group + 2]
         if not tables or tables[0].shape[1] != 1:
             found = f"has {tables[0].shape[1]} columns" if tables else "is missing"
@@ -243,7 +243,7 @@ class MambaMetadataBuilder:
         return tables[0].select(1, 0)
 
     def _rows_to_flush(self, meta: MambaMetadata, common: CommonAttentionMetadata) -> Tensor | None:
-        """Return (R,) bool: decodes inside a prompt. The prompt's next part needs a saved state without a ring."""
+        """Return (R,) bool: decodes inside a prompt, whose next part ignores rings. None if there are none."""
         flush = common.is_prefilling.numpy()[: common.num_reqs].copy()
         flush[meta.num_decodes :] = False
         if not flush.any():
@@ -253,10 +253,10 @@ class MambaMetadataBuilder:
     def _split(self, common: CommonAttentionMetadata, table: Tensor) -> tuple[int, int, PrefillChunks]:
         """Return the number of decode rows, the number of their tokens, and the chunks of the prefill rows.
 
-        Decodes are the leading rows that continue a state by at most 1 + K tokens, and trailing rows without tokens if
-        there is no prefill row. One token over an existing state is a decode even if it ends a prompt. Several tokens
-        of a prompt are a prefill. As a decode they would count as draft tokens, and the next step would start from the
-        state after the first one.
+        Decodes are the leading rows that continue a state by at most 1 + K tokens (K drafts), and
+        trailing rows without tokens if there is no prefill row. One token over an existing state is a decode even if it
+        ends a prompt. Several tokens of a prompt are a prefill. As a decode they would count as draft tokens, and the
+        next step would start from the state after the first one.
         """
         starts, prompt = common.query_start_loc_cpu.numpy(), common.is_prefilling.numpy()
         query_lens = starts[1:] - starts[:-1]

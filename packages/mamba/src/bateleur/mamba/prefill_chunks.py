@@ -93,12 +93,12 @@ class PrefillChunker:
         self._iota = np.arange(max_num_reqs, dtype=np.int32)
 
     def split(self, starts: Ints, computed: Ints, table: Tensor) -> PrefillChunks:
-        """Split the prefills of a step, with one upload to the device of `table` (and two more for `fla_tiles`).
+        """Split the prefills of a step, with one copy from host to device (and two more for `fla_tiles`).
 
         Args:
-            starts: (Pf + 1,) int32, first token of each request, from 0.
-            computed: (Pf,) int32, tokens before the step; 0 in rows without tokens, which get no chunk.
-            table: (Pf, columns) integer block table of state slots.
+            starts: (prefills + 1,) int32, first token of each request, from 0.
+            computed: (prefills,) int32, tokens before the step; 0 in rows without tokens, which get no chunk.
+            table: (prefills, columns) integer block table of state slots.
         """
         num_rows, upper = len(computed), computed + (starts[1:] - starts[:-1])
         first_R = self._num_ends(computed)

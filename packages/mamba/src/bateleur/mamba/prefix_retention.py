@@ -61,7 +61,7 @@ class PrefixRetention:
         return replace(parsed, every=block_size) if "all" in rules else parsed
 
     def keeps(self, column: int, computed: int, prompt_len: int) -> bool:
-        """Return whether the state in `column` is cached after `computed` tokens. prompt_len: tokens of the prompt."""
+        """Return whether the state in block-table `column` is in the prefix cache after `computed` tokens."""
         boundary = (column + 1) * self.block_size
         if boundary > computed:
             return False
@@ -72,11 +72,11 @@ class PrefixRetention:
         )
 
     def always_keeps(self, column: int) -> bool:
-        """Return whether the state in `column` is kept for every request, from its boundary on, and never dropped."""
+        """Return whether the state in block-table `column` stays in the prefix cache for every request."""
         boundary = (column + 1) * self.block_size
         return bool((self.every and boundary % self.every == 0) or (self.doubling and not column & (column + 1)))
 
     def columns_to_cache(self, before: int, after: int, prompt_len: int) -> list[int]:
-        """Return the columns to add to the prefix cache after a step from `before` to `after` tokens, ascending."""
+        """Return the block-table columns to add to the prefix cache after a step from `before` to `after` tokens."""
         passed = range(before // self.block_size, after // self.block_size)
         return [column for column in passed if self.keeps(column, after, prompt_len)]

@@ -24,7 +24,7 @@ State = Tensor | None
 
 
 class TensorSpec(NamedTuple):
-    """Name, shape and dtype of a tensor of one token or of one layer."""
+    """Name, shape, dtype and sign of the values of a tensor of one token or one layer."""
 
     name: str
     shape: tuple[int, ...]
@@ -38,13 +38,13 @@ class TensorSpec(NamedTuple):
         return math.prod(self.shape) * self.dtype.itemsize
 
     def random(self, shape: Sequence[int], generator: torch.Generator) -> Tensor:
-        """Draw from a normal distribution, float64, on the generator's device. All numbers get the sign `sign`."""
+        """Return normal random numbers, float64; `sign` 1 or -1 makes all of them positive or negative."""
         drawn = torch.empty(tuple(shape), dtype=torch.float64, device=generator.device)
         self.randomize_(drawn, generator)
         return drawn
 
     def randomize_(self, tensor: Tensor, generator: torch.Generator) -> None:
-        """Fill `tensor` with normal random numbers of the declared sign; `generator` is on the tensor's device."""
+        """Fill `tensor` with normal random numbers, made all positive or all negative if `sign` is 1 or -1."""
         tensor.normal_(generator=generator)
         if self.sign:
             tensor.abs_().mul_(self.sign)
@@ -119,12 +119,12 @@ class Recurrence(ABC):
     @property
     @abstractmethod
     def state_shape(self) -> tuple[int, ...]:
-        """Shape of the state of one slot: (H, values, keys), or () for a pure convolution."""
+        """Shape of the state of one slot: (heads, values, keys), or () for a pure convolution."""
 
     @property
     @abstractmethod
     def output_shape(self) -> tuple[int, ...]:
-        """Shape of the output of one token: (H, P)."""
+        """Shape of the output of one token: (heads, values of a head)."""
 
     @property
     @abstractmethod
@@ -139,7 +139,7 @@ class Recurrence(ABC):
     @property
     @abstractmethod
     def ring_entry(self) -> tuple[TensorSpec, ...]:
-        """Tensors that a ring stores for each token under FOLD, from which a saved state is updated later."""
+        """Tensors that a ring stores for each token under FOLD, to be added to the saved state later."""
 
     # --- operators ------------------------------------------------------------------------------------------
 
@@ -163,14 +163,14 @@ class Recurrence(ABC):
             state: (slots, *state_shape), updated in place; None for a pure convolution.
             chunks: chunks of the prefills; the state after chunk c is written to slot `chunks.chunk_write[c]`.
             chunk_size: maximum number of tokens of a chunk.
-            read: (Pf,) state slot of the initial state of each request.
+            read: (prefills,) state slot of the initial state of each request.
 
         Returns y (T, *output_shape), in the dtype of `channels`.
         """
 
     @abstractmethod
     def update(self, params: Tensors, channels: Tensor, gates: Tensors, state: State, rows: MambaMetadata) -> Tensor:
-        """Run decode rows of 1 to 1 + K tokens under SLOTS; `rows.plan` is a `SlotPlan`.
+        """Run decodes of 1 to 1 + K tokens (K drafts) under SLOTS (a state per token); `rows.plan` is a `SlotPlan`.
 
         A request starts from slot `ssm_read`, and the state after its token i is written to slot `ssm_write[:, i]`.
         Other arguments and result as in `scan`.
@@ -180,11 +180,11 @@ class Recurrence(ABC):
     def replay(
         self, params: Tensors, channels: Tensor, gates: Tensors, state: State, ring: Tensors, rows: MambaMetadata
     ) -> Tensor:
-        """Run decodes of 1 to 1 + K tokens under FOLD (no state is written); `rows.plan` is a `ReplayPlan`.
+        """Run decodes of 1 to 1 + K tokens (K drafts) under FOLD (no state is written); `rows.plan` is a `ReplayPlan`.
 
-        The state before a request's tokens is the saved state in `slot` updated with `ring_len` entries of ring
-        `request_row`. Entry j is at (ring_start + j) % L. The tokens are appended to the ring. The caller counts the
-        accepted ones, and a later step overwrites the others.
+        The state before a request's tokens is the saved state in `slot` updated with `ring_len` of the L entries of
+        ring `request_row`. Entry j is at (ring_start + j) % L. The tokens are appended to the ring. The caller counts
+        the accepted ones, and a later step overwrites the others.
 
         ring: (rows, L, *shape) for each of `ring_entry`. Other arguments and result as in `scan`.
         """
@@ -195,13 +195,13 @@ class Recurrence(ABC):
     ) -> None:
         """Update saved states with the first `counts` entries of their rings, in several layers at once.
 
-        Writes state[dst] = state[src] updated with the entries, and conv[dst] = the W - 1 inputs of
+        Writes state[dst] = state[src] updated with the entries, and conv[dst] = the W - 1 inputs (W taps) of
         request_conv[ring_row] from `page_offset` on. The rings are not changed.
 
         Args:
             params, state, ring: as in `replay`, with a leading dimension of layers.
             conv: (layers, slots, W - 1, conv_dim).
-            request_conv: (layers, rows, W - 1 + K, conv_dim).
+            request_conv: (layers, rows, W - 1 + drafts, conv_dim).
             batch: requests to fold, with their slots and rings.
         """
 
@@ -209,13 +209,13 @@ class Recurrence(ABC):
 
     @property
     def compute_dtype(self) -> torch.dtype:
-        """Dtype that operators compute in, and of ring entries that are not inputs: float32, or float64 for float64."""
+        """Dtype of operators' arithmetic and of computed ring entries: float32, or float64 for float64 inputs."""
         return torch.float64 if self.conv_dtype == torch.float64 else torch.float32
 
     @property
     def conv_shape(self) -> tuple[int, int]:
-        """Shape of the conv window (last inputs) of one state slot: (W - 1 + K, conv_dim), or (W - 1, conv_dim) under
-        FOLD.
+        """Shape of the conv window (last inputs) of one state slot for W taps and K drafts: (W - 1 + K, conv_dim), or
+        (W - 1, conv_dim) under FOLD.
 
         The K additional entries hold tokens that may be rejected. Under FOLD they are in the conv window of the running
         request.
@@ -224,7 +224,7 @@ class Recurrence(ABC):
 
     @property
     def request_conv_shape(self) -> tuple[int, int]:
-        """Shape of the request conv window of one running request under FOLD: (W - 1 + K, conv_dim)."""
+        """Shape of a running request's own conv window under FOLD: (taps - 1 + drafts, conv_dim)."""
         return (self.conv_width - 1 + self.num_speculative_tokens, self.conv_dim)
 
     @property
@@ -239,20 +239,20 @@ class Recurrence(ABC):
 
     @property
     def request_conv_bytes(self) -> int:
-        """Bytes of the request conv window of one running request; 0 under SLOTS (part of the state slots)."""
+        """Bytes of a running request's own conv window; 0 under SLOTS, which keeps it in the state slot."""
         if self.policy is StatePolicy.SLOTS:
             return 0
         return math.prod(self.request_conv_shape) * self.conv_dtype.itemsize
 
     def ring_bytes(self, capacity: int) -> int:
-        """Bytes of the ring of one running request, with `capacity` entries; 0 under SLOTS."""
+        """Bytes of the ring of one running request, with `capacity` entries; 0 under SLOTS, which has no rings."""
         if self.policy is StatePolicy.SLOTS:
             return 0
         return capacity * sum(each.nbytes for each in self.ring_entry)
 
     @property
     def num_speculative_blocks(self) -> int:
-        """State slots of a request for the states after each draft token: K, or 0 under FOLD."""
+        """Number of state slots per request for states after draft tokens: one per draft, or 0 under FOLD."""
         return self.num_speculative_tokens if self.policy is StatePolicy.SLOTS else 0
 
     def max_memory_usage_bytes(self, layout: CacheLayout) -> int:

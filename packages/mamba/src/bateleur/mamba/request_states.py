@@ -28,7 +28,7 @@ class RowStates:
 
 
 class RequestStates:
-    """Accepted tokens, previous columns and lengths of the saved states of all running requests of a Mamba group.
+    """Accepted tokens, last block-table columns and saved-state lengths of all running requests of a Mamba group.
 
     Values belong to a request row, not to a position in the batch: `gather` returns them in batch order, `scatter`
     stores the new ones. Row 0 is null: padded rows use it, and it always has neutral values. KV-cache groups with
@@ -57,7 +57,7 @@ class RequestStates:
 
     @property
     def values(self) -> Tensor:
-        """(3, num_rows) int64: accepted, prev_col and base of every request row."""
+        """(3, num_rows) int64: `accepted`, `prev_col` and `base` (see `RowStates`) of every request row."""
         return self._states
 
     def admit(self, rows: OnHost, computed: OnHost | int = 0) -> None:

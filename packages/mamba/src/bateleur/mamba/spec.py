@@ -42,7 +42,7 @@ class CacheLayout:
     A column holds SSM state and conv window. When it holds those after exactly (column + 1) * block_size tokens, it is
     full: it is never written again, and it may be added to the prefix cache.
 
-    Under SLOTS, a step with drafts writes the state after its token i to column c + i, where c is the column of its
+    Under SLOTS, a step with K drafts writes the state after its token i to column c + i, where c is the column of its
     last token. The table therefore has K columns after the last block. `plan_copy` then copies the state of a crossed
     boundary to its own column. In mode NONE the columns are 0 to K. Under FOLD there are no additional columns.
 
@@ -93,19 +93,19 @@ class CacheLayout:
             )
 
     def columns(self) -> int:
-        """Return the number of columns of a block table: one per block, plus K under SLOTS (a slot per draft)."""
+        """Return the number of columns of a block table: one per block, and under SLOTS one per draft."""
         return -(-self.max_model_len // self.block_size) + self.num_speculative_blocks
 
     @property
     def num_speculative_blocks(self) -> int:
-        """Columns that a step with drafts may write after the column of its last token: K, or 0 under FOLD."""
+        """Number of columns that a step may write after that of its last token: one per draft, 0 under FOLD."""
         return self.num_speculative_tokens if self.policy is StatePolicy.SLOTS else 0
 
     def slots_per_request(self) -> int:
         """Return the maximum number of slots that a running request holds and does not share.
 
-        These are the state slot that it reads and the slots that a step may write: 2 + K under SLOTS, 2 under FOLD,
-        plus `steps_ahead`. In mode NONE the slot that it reads is one of those that it writes. State slots in the
+        These are the state slot that it reads and the slots that a step may write: 2 + K (drafts) under SLOTS, 2 under
+        FOLD, plus `steps_ahead`. In mode NONE the slot that it reads is one of those that it writes. State slots in the
         prefix cache, or that a prefill fills for it, are not counted.
         """
         if self.mode is MambaCacheMode.NONE:
@@ -113,7 +113,7 @@ class CacheLayout:
         return min(2 + self.num_speculative_blocks + self.steps_ahead, self.columns())
 
     def column(self, num_tokens: int) -> int:
-        """Return the column of the state after `num_tokens` tokens; -1 for 0 tokens."""
+        """Return the block-table column of the state after `num_tokens` tokens; -1 for 0 tokens."""
         return (num_tokens - 1) // self.block_size
 
     def max_hit_tokens(self, prompt_len: int) -> int:

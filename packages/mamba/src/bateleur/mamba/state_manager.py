@@ -122,7 +122,7 @@ class MambaStateManager:
         """Allocate a state slot for every block-table column that the step may write.
 
         Args:
-            rows: (R,) request rows; the first `num_decodes` are past their prompts.
+            rows: (R,) rows of the requests in the request table.
             computed_R: (R,) tokens before the step, or an upper bound.
             query_lens_R: (R,) tokens of the step.
             num_decodes: number of leading rows past their prompts.
@@ -146,7 +146,7 @@ class MambaStateManager:
         num_decodes: int,
         uncertain_R: NDArray[np.int32] | None,
     ) -> NDArray[np.int64]:
-        """Return the cells of the flattened table that decodes may write and that lack a slot; mark them allocated."""
+        """Return flat block-table indices that decodes may write and that have no slot; mark them allocated."""
         rows = rows[:num_decodes]
         num_columns_R = np.minimum(query_lens_R[:num_decodes], self._max_blocks_per_decode)
         written_R = computed_R[:num_decodes]
@@ -189,7 +189,7 @@ class MambaStateManager:
         """After a step: add full blocks to the prefix cache, drop blocks from it, and free slots no longer read.
 
         Args:
-            rows: (R,) request rows.
+            rows: (R,) rows of the requests in the request table.
             before_R, after_R: (R,) tokens before and after the step.
             prompt_lens_R: (R,) tokens that each request was admitted with.
             key: key(i, num_tokens) is the prefix key of the first `num_tokens` tokens of the i-th request of the step.
@@ -246,7 +246,7 @@ class MambaStateManager:
         return _BlockChanges(dropped, cached, freed)
 
     def _next_change(self, computed_R: NDArray[np.int32], prompt_lens_R: NDArray[np.int32]) -> NDArray[np.int64]:
-        """Return the number of computed tokens (R,) at which `commit` has work again; 0 for requests in a prompt."""
+        """Return the number of tokens (R,) from which `commit` must look at a request again; 0 inside a prompt."""
         size = self.block_size
         full_R = (computed_R // size + 1) * size
         if not self._folds:  # the first state of a block frees the slot of the block before

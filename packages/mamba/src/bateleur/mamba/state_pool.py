@@ -1,4 +1,4 @@
-"""State tensors of all recurrent layers, and the state copies and ring folds that end a step."""
+"""State tensors of all recurrent layers; after a step, copies states or adds ring entries to them."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -14,7 +14,7 @@ from bateleur.metadata.native.lazy_zeros import lazy_zeros
 
 
 class Rings(NamedTuple):
-    """Tensors by request row that a layer has under FOLD in addition to its saved states. Row 0 is null, its contents
+    """Tensors of a layer under FOLD besides its saved states, indexed by request row. Row 0 is null, its contents
     undefined.
 
     A ring is a ring buffer of the inputs after the saved state of a request.
@@ -46,7 +46,7 @@ class StatePool:
 
     Raises:
         ValueError: no specs, specs with different policies, fewer than two slots, and under FOLD fewer than two rows or
-            a ring capacity below 1 + 2 K.
+            a ring capacity below 1 + 2 * drafts.
     """
 
     def __init__(
@@ -82,9 +82,9 @@ class StatePool:
         self._place = {index: (kind, at) for kind, group in enumerate(self.groups) for at, index in enumerate(group)}
 
     def layer(self, index: int) -> tuple[Tensor, Tensor | None]:
-        """Return conv state (num_slots, W-1+K, conv_dim) and SSM state (num_slots, *state_shape) of layer `index`.
+        """Return conv states (num_slots, taps - 1 + drafts, conv_dim) and SSM states (num_slots, *state_shape).
 
-        Under FOLD the conv state is (num_slots, W-1, conv_dim). The SSM state of a pure convolution is None.
+        Under FOLD the conv state is (num_slots, taps - 1, conv_dim). The SSM state of a pure convolution is None.
         """
         kind, at = self._place[index]
         conv, state = self._pages[kind]
@@ -125,7 +125,7 @@ class StatePool:
         Args:
             plan: result of `plan_fold`.
             replay, request_row: result of `plan_replay` and request rows of the step.
-            params: for each of `groups`, the parameters of its layers, (layers, *shape) each.
+            params: for each of `groups` (layers with equal recurrences) the stacked parameters, (layers, *shape) each.
         """
         at = FoldBatch(request_row, replay.ring_start, plan.count, replay.slot, plan.dst, plan.page_offset)
         stacks = zip(self._kinds, params, self._pages, self._rings, strict=True)

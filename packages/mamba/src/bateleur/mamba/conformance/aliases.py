@@ -11,13 +11,13 @@ from bateleur.mamba.recurrence import FoldBatch
 
 
 def check_aliases(step: MambaMetadata | PrefillChunks | FoldBatch | CopyPlan, read: Tensor | None = None) -> None:
-    """Raise ValueError if a request writes a state slot or ring of another request. It names the slot and requests.
+    """Raise ValueError if a request writes a state slot or ring (of later inputs) of another request.
 
-    Waits for the device.
+    The message names the slot and the requests. Waits for the device.
 
     Args:
         step: decode rows, prefill chunks, or the copies or folds after a step.
-        read: (Pf,) state slots that prefill rows start from; only for `PrefillChunks`.
+        read: (prefills,) state slots that prefills start from; only for `PrefillChunks`.
     """
     if isinstance(step, PrefillChunks):
         assert read is not None

@@ -39,14 +39,15 @@ def check_recurrence(
     seed: int = 0,
     prompt_scan: PromptScan = PromptScan.OWN,
 ) -> RecurrenceReport:
-    """Check the operators of a recurrence against a function of one token.
+    """Compare the operators of a recurrence with a function that processes one token.
 
     Operators are called with requests of different lengths, padded rows, padding tokens, strided views, zero states,
-    and states that are updated in place or to another slot. Unused state slots, ring entries and columns are NaN.
+    and states that are updated in place or to another slot. Unused state slots and ring entries are NaN.
     Outputs and states are compared, and all other memory must keep its bits. Scans use several block and chunk sizes.
-    Replays run until rings of every length were read and every number of tokens was accepted. Folds (ring entries added
-    to the saved state) end at the newest token, and at block boundaries inside the last accepted tokens. Finally,
-    requests share batches under both state policies, with the real planners.
+    Replays (decodes from a saved state and a ring of later inputs) run until rings of every length were read and every
+    number of tokens was accepted. Folds (ring entries added to the saved state) end at the newest token, and at block
+    boundaries inside the last accepted tokens. Finally, requests share batches under both state policies, with the real
+    planners.
 
     Args:
         spec: the recurrence; its policy and number of draft tokens are replaced. Use small, odd sizes, and float64 for
@@ -55,13 +56,14 @@ def check_recurrence(
             on the CPU, without writing to its arguments. The state of a pure convolution has the shape (0,).
         drafts: maximum number of draft tokens of a step.
         ring_capacity: entries of a ring, at least 1 + 2 * drafts.
-        tolerance: maximum of |got - want| / (1 + |want|); by default 1e-9 in float64, 2e-4 in float32, otherwise 0.05.
+        tolerance: maximum of |actual - expected| / (1 + |expected|); 1e-9 in float64, 2e-4 in
+            float32, otherwise 0.05 by default.
         device: device of the operators.
         seed: random seed.
         prompt_scan: kernels that scan prefills, for recurrences that have several.
 
     Raises:
-        ConformanceError: the first violation of each part; its letter is the name of the part.
+        ConformanceError: has the first violation of each part of the check.
         ValueError: `ring_capacity` is too small.
     """
     if ring_capacity < 1 + 2 * drafts:
@@ -84,7 +86,6 @@ def check_recurrence(
 def _parts(
     of: Callable[[StatePolicy, int], RecurrenceCase], drafts: int, capacity: int, scan: PromptScan
 ) -> list[Part]:
-    """Return the parts of the check in order, simple ones first."""
     slots, fold = StatePolicy.SLOTS, StatePolicy.FOLD
     return [
         ("scan", lambda: check_scan(of(slots, drafts), scan)),

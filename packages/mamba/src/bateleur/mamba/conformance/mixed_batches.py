@@ -30,7 +30,7 @@ Commit = Callable[[Sequence[int]], Tensor]
 
 
 def check_schedule(problem: RecurrenceCase, ring_capacity: int, prompt_scan: PromptScan = PromptScan.OWN) -> None:
-    """Run random requests in mixed batches, with chunked prefills and rejected drafts, and compare with `_alone`."""
+    """Run random requests in mixed batches, with chunked prefills and rejected drafts; compare with each run alone."""
     spec, device = problem.spec, problem.device
     act = {"least": spec.compute_dtype}
     sizes = (spec.conv_dim, spec.conv_width)
@@ -120,7 +120,7 @@ def _step(
 def _batch(
     problem: RecurrenceCase, inputs: list[Tokens], who: list[int], computed: list[int], lens: list[int], kept: list[int]
 ) -> Tokens:
-    """Return the tokens of a step of requests `who`; tokens after the first `kept`, to be rejected, are random."""
+    """Return the tokens of a step of requests `who`: each has `kept` real ones, then random rejected ones."""
     flat, at = [torch.cat(parts) for parts in zip(*map(_parts, inputs), strict=True)], []
     for r, n, k in zip(who, lens, kept, strict=True):
         at += [_LEN * r + computed[r] + i if i < k else -1 for i in range(n)]

@@ -19,7 +19,7 @@ _MARGIN = 3
 
 
 def broken(what: str, part: str = "") -> ConformanceError:
-    """Return the error of a check, with the text `what`. part: name of the check's part; empty for the running part."""
+    """Return the error of a check, with the text `what`. part: part of the check, empty for the current one."""
     return ConformanceError("the recurrence", [Violation(part, what)])
 
 
@@ -31,8 +31,8 @@ class Tokens:
     gates: Tensors
 
     def of(self, index: Tensor, placeholder: int = 0) -> Tokens:
-        """Return the tokens `index`, laid out as strided views of one projection. `placeholder` tokens of NaN
-        follow.
+        """Return the tokens `index`, followed by `placeholder` tokens of NaN, as strided views of one
+        projection.
         """
         count, device = len(index), self.channels.device
         parts = [self.channels, *(gate.flatten(1) for gate in self.gates)]
@@ -106,7 +106,7 @@ class RecurrenceCase:
         self.calls[name] = self.calls.get(name, 0) + 1
 
     def close(self, actual: Tensor, expected: Tensor, what: str, part: str = "") -> None:
-        """Raise ConformanceError if |got - want| > tolerance * (1 + |want|) for some entry."""
+        """Raise ConformanceError if |actual - expected| > tolerance * (1 + |expected|) in any element."""
         if actual.shape != expected.shape:
             raise broken(f"{what} has the shape {tuple(actual.shape)}; it must be {tuple(expected.shape)}", part)
         found = actual.double().cpu()

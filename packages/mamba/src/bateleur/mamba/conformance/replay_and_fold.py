@@ -1,4 +1,4 @@
-"""Checks `replay` and `fold` with rings of every length and every number of accepted tokens."""
+"""Checks the operators `replay` and `fold`, with rings (of inputs after the saved state) of every length."""
 
 from dataclasses import dataclass, field
 from random import Random
@@ -20,7 +20,7 @@ _LEAST_STEPS, _MOST_STEPS = 12, 120
 
 @dataclass(slots=True)
 class _Request:
-    """A request: its ring row, slot and length of its saved state, and for each layer the states after later tokens."""
+    """A request: row of its ring, slot and length of its saved state, and each layer's states after later tokens."""
 
     row: int
     slot: int
@@ -33,7 +33,7 @@ class _Request:
 
 
 def check_rings(problem: RecurrenceCase, drafts: int, capacity: int) -> None:
-    """Run steps until rings of every length and every number of accepted tokens occurred."""
+    """Run steps until every ring length and every number of accepted tokens occurred."""
     run = _Run(problem, drafts, capacity)
     operations = {f"{a} of {q}" for q in range(1, 2 + drafts) for a in range(1, 1 + q)}
     operations |= (
@@ -76,8 +76,9 @@ class _Run:
             ]
 
     def step(self, operations: set[str]) -> set[str]:
-        """Run a step of random requests and a padded row; return the cases of `operations` (to be tested) that
-        occurred.
+        """Run a step of random requests and a padded row; return the names of the cases that occurred.
+
+        operations: names of the cases that must still occur.
         """
         rng = self.rng
         requests = rng.sample(self.requests, rng.randint(2, _REQUESTS))
@@ -96,7 +97,7 @@ class _Run:
         return done | self._fold(requests, [a for _, a in counts])
 
     def _counts(self, request: _Request, operations: set[str]) -> tuple[int, int]:
-        """Return how many tokens the request's next step has (they fit into the ring), and how many are accepted."""
+        """Return numbers of tokens and accepted tokens of the request's next step, often from missing `operations`."""
         most = min(1 + self.drafts, self.capacity - request.length)
         pairs = [(q, a) for q in range(1, 1 + most) for a in range(1, 1 + q)]
         wanted = [(q, a) for q, a in pairs if f"{a} of {q}" in operations]
@@ -151,7 +152,7 @@ class _Run:
             each[:, request.row, self._places(request, first, end)] = torch.nan
 
     def _fold(self, requests: list[_Request], accepted: list[int]) -> set[str]:
-        """Fold full rings and some others into saved states, completely or up to a block boundary."""
+        """Add full rings and some others to saved states, completely or to a boundary; return names of tested cases."""
         done: set[str] = set()
         count, dst = [], []
         for request, a in zip(requests, accepted, strict=True):

@@ -48,7 +48,6 @@ def check_scan(problem: RecurrenceCase, prompt_scan: PromptScan = PromptScan.OWN
 
 
 def _table(layout: CacheLayout, device: str) -> Tensor:
-    """Return a block table of state slots from 5 on; row 2 has none for its first boundary, and ends in slot 2."""
     table = 5 + torch.arange(len(_LENS) * layout.columns(), dtype=torch.int32).view(len(_LENS), -1) % 50
     table[2, layout.column(_COMPUTED[2] + 1)] = 0
     table[2, layout.column(_COMPUTED[2] + _LENS[2])] = 2
@@ -68,7 +67,7 @@ def _check_chunks(
 
 
 def check_update(problem: RecurrenceCase, drafts: int) -> None:
-    """Check `update` (decodes under SLOTS) with one token, different and equal numbers of tokens per request."""
+    """Check `update` (writes the state after each token) with one token, equal and different numbers per request."""
     width, none = 1 + drafts, [0] * (1 + drafts)
     pages = count(10)
 

@@ -7,7 +7,8 @@ Conventions:
 
 - T tokens of R rows (requests) are flat, one row after the other. Row r has the tokens query_start_loc[r] to
   query_start_loc[r + 1] - 1. query_start_loc is (R + 1,) int32 on the device. Outputs of other tokens are unspecified.
-- States are updated in place: conv_state (slots, W - 1 + K, C), oldest input first, and ssm_state (slots, H, P, N).
+- States are updated in place: conv_state (slots, W - 1 + K, C) for W taps, K drafts and C channels, oldest input first,
+  and ssm_state (slots, heads, head channels, state entries).
 - State slots are int64 on the device. Slot 0 is null: reading it gives a zero state, a write to it is dropped, and its
   contents are undefined. A row without tokens writes nothing.
 - A row may write the slot that it reads. No row may write a slot that another row reads or writes, except slot 0.

@@ -1,8 +1,8 @@
 """Planners: compute the state slots that a step reads and writes, as pure functions of tensors on the device.
 
-Under SLOTS use `plan_step` before a step, and `plan_copy` once the accepted tokens are known. Under FOLD use
-`plan_replay` and `plan_fold`. Each module has one planner and its torch form. `triton` has one kernel per planner, for
-CUDA.
+Under SLOTS (a state slot per draft) use `plan_step` before a step, and `plan_copy` once the accepted tokens are known.
+Under FOLD (saved state and ring of later inputs) use `plan_replay` and `plan_fold`. Each module has one planner and its
+torch form. `triton` has one kernel per planner, for CUDA.
 """
 
 from bateleur.mamba.planners.copy import plan_copy

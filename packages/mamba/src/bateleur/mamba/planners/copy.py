@@ -20,11 +20,11 @@ def plan_copy(
 ) -> CopyPlan:
     """Plan the copies after a step planned by `plan_step`, once the accepted tokens are known.
 
-    A row with drafts wrote the state after its token i to column run_col + i. If its accepted tokens pass a block
-    boundary, the state at the boundary is copied to the boundary's own column, and may then be added to the prefix
-    cache. The conv window at the boundary starts `conv_bias` entries into the window of column run_col. If the
-    boundary's column is run_col, the step ends at the boundary. The next step then reads column run_col, so its
-    `accepted` becomes 1.
+    A row (request) with drafts wrote the state after its token i to block-table column `plan.run_col` + i. If its
+    accepted tokens pass a block boundary, the state at the boundary is copied to the boundary's own column, and may
+    then be added to the prefix cache. The conv window at the boundary starts `conv_bias` entries into the window of
+    column run_col. If the boundary's column is run_col, the step ends at the boundary. The next step then reads column
+    run_col, so its `accepted` becomes 1.
 
     Args:
         layout, table, computed, query_lens, out: as in `plan_step`.

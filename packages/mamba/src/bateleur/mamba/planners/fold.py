@@ -28,12 +28,12 @@ def plan_fold(
     scanned: Tensor | None = None,
     out: FoldPlan | None = None,
 ) -> FoldPlan:
-    """Plan the folds after a step planned by `plan_replay`, once the accepted tokens are known.
+    """Plan the folds (ring entries added to saved states) after a step, once the accepted tokens are known.
 
-    With n = computed + accepted, a request folds up to the last boundary q <= n if q is after its saved state.
-    Otherwise it folds up to n if the ring could not take another 1 + K tokens. Because block_size >= 1 + K and L >= 1 +
-    2 K, a step passes at most one boundary, and the entries after it fit into the ring. `fold_ring` takes src and
-    ring_start from the `ReplayPlan`, and dst, count and page_offset from the result.
+    With n = computed + accepted, a request folds up to the last block boundary q <= n if q is after its saved state.
+    Otherwise it folds up to n if the ring (L entries) could not take another 1 + K tokens (K drafts). Because
+    block_size >= 1 + K and L >= 1 + 2 K, a step passes at most one boundary, and the entries after it fit into the
+    ring. `fold_ring` takes src and ring_start from the `ReplayPlan`, and dst, count and page_offset from the result.
 
     Args:
         layout, computed, query_lens, out: as in `plan_step`.

@@ -136,7 +136,7 @@ class FoldPlan(RowPlan):
 
 
 def require(layout: CacheLayout, policy: StatePolicy, table: Tensor, rows: Mapping[str, Tensor | None]) -> None:
-    """Raise ValueError if the policy is wrong, the table is too narrow, or a tensor has not one entry per table row."""
+    """Raise ValueError if the layout has another policy, the table is too narrow, or a tensor is not (table rows,)."""
     require_policy(layout, policy)
     num_rows, columns = table.shape
     if columns < layout.columns():

@@ -1,4 +1,4 @@
-"""Plans the saved states and rings that a step under FOLD reads. Legend as in `fold`."""
+"""Plans the saved states and rings of later inputs that a step under FOLD reads. Legend as in `fold`."""
 
 import torch
 from torch import Tensor
@@ -17,14 +17,14 @@ def plan_replay(
     accepted: Tensor,
     out: ReplayPlan | None = None,
 ) -> ReplayPlan:
-    """Plan the saved state, ring and conv window that each request of a step under FOLD starts from.
+    """Plan the saved state, ring of later inputs and conv window that each request of a step under FOLD starts from.
 
     Args:
         layout, table, computed, query_lens, out: as in `plan_step`.
         base: (R,) int64 tokens in the saved state, at most `computed`: the result of the previous `plan_fold`, or the
             tokens of the prefix-cache hit of a new request.
-        accepted: (R,) int64 accepted tokens of the row's previous step, in [1, 1 + K], from `plan_fold`; 1 if there was
-            none.
+        accepted: (R,) int64 accepted tokens of the row's previous step, in [1, 1 + drafts], from `plan_fold`; 1 at
+            first.
 
     Raises:
         ValueError: the layout has another policy, the table is too narrow, a row count differs, or, on CUDA, `out` is

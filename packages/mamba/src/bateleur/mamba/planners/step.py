@@ -21,10 +21,10 @@ def plan_step(
     """Plan the state slots of one step under SLOTS (a slot for the state after each draft), in any cache mode.
 
     Let `run_col` be the block-table column of the step's last token (0 in mode NONE). The step writes the state after
-    its token i to column run_col + i, and the conv window with K additional entries to column run_col. The next step
-    reads the state from column prev_col + accepted - 1, and the window from column prev_col at offset accepted - 1,
-    where `prev_col` is this step's `run_col`. A row without a previous step reads the column of its last computed
-    token. A row with no computed tokens starts from zeros.
+    its token i to column run_col + i, and the conv window with K (drafts) additional entries to column run_col. The
+    next step reads the state from column prev_col + accepted - 1, and the window from column prev_col at offset
+    accepted - 1, where `prev_col` is this step's `run_col`. A row without a previous step reads the column of its last
+    computed token. A row with no computed tokens starts from zeros.
 
     A step may read and write different slots, so no state is copied before it, neither from a cached prefix nor to a
     new block.

@@ -153,7 +153,7 @@ def replay_plan_kernel(
     num_rows, table_row, table_column,
     SIZE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Compute the saved state, ring and conv window that a step under FOLD starts from. Grid (tiles of rows).
+    """Compute the saved state, ring of inputs and conv window that decodes under FOLD start from. Grid (tiles of rows).
 
     Occupancy on sm_90: at least 16 blocks per SM.
     """
@@ -173,7 +173,7 @@ def replay_plan_kernel(
 
 
 def plan_replay(layout, plan, table, computed, query_lens, base, accepted):
-    """Compute the saved state, ring and conv window that a step under FOLD starts from into `plan`, in one launch."""
+    """Compute the saved state, ring of inputs and conv window that decodes under FOLD start from, into `plan`."""
     rows, options = len(table), tile_options()
     replay_plan_kernel[(cdiv(rows, options["BLOCK"]),)](
         table, *dense(computed, query_lens, base, accepted), *outputs(plan), rows, *table.stride(),
@@ -221,7 +221,7 @@ def fold_plan_kernel(
 
 
 def plan_fold(layout, out, plan, computed, query_lens, accepted, flush, scanned):
-    """Compute which ring entries a step under FOLD adds to saved states into `out`, in one launch."""
+    """Compute which ring entries a step under FOLD adds to saved states; write them to `out`."""
     rows, options = len(query_lens), tile_options()
     fold_plan_kernel[(cdiv(rows, options["BLOCK"]),)](
         *dense(computed, query_lens, accepted, flush, scanned, plan.fold_slot, plan.ring_start, plan.ring_len),

@@ -27,7 +27,7 @@ class DeltaRule(Recurrence):
     @property
     @abstractmethod
     def heads(self) -> tuple[int, int]:
-        """Number of key heads G and of value heads H, a multiple of G."""
+        """Number of key heads G and of value heads H, a multiple of G: (G, H)."""
 
     @property
     @abstractmethod
@@ -41,7 +41,7 @@ class DeltaRule(Recurrence):
 
     @property
     def beta_scale(self) -> float:
-        """Factor of sigmoid(b), the writing strength."""
+        """Factor of the writing strength: beta = beta_scale * sigmoid(b)."""
         return 1.0
 
     @property
@@ -87,7 +87,7 @@ class DeltaRule(Recurrence):
         )
 
     def split(self, channels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Split channels (T, conv_dim) into views q and k (T, G, Dk), and v (T, H, Dv)."""
+        """Split channels (T, conv_dim) into views q and k (T, key heads, Dk), and v (T, value heads, Dv)."""
         (key_heads, value_heads), (key_dim, value_dim) = self.heads, self.head_dims
         keys = key_heads * key_dim
         q, k, v = channels.split_with_sizes([keys, keys, value_heads * value_dim], -1)
@@ -129,7 +129,7 @@ class DeltaRule(Recurrence):
     def replay(
         self, params: Tensors, channels: Tensor, gates: Tensors, state: State, ring: Tensors, rows: MambaMetadata
     ) -> Tensor:
-        """Run the delta rule over decodes under FOLD, from saved states and rings; append the tokens to the rings."""
+        """Run the delta rule over decodes, from saved states and rings of later tokens; append the new tokens."""
         plan, row = rows.plan, rows.request_row
         assert state is not None
         assert row is not None
@@ -186,7 +186,7 @@ class GatedDelta(DeltaRule):
 
     @property
     def head_dims(self) -> tuple[int, int]:
-        """(Dk, Dv)."""
+        """Channels of a key and of a value, (Dk, Dv)."""
         return (self.key_dim, self.value_dim)
 
     @property
@@ -196,7 +196,7 @@ class GatedDelta(DeltaRule):
 
     @property
     def beta_scale(self) -> float:
-        """Factor of sigmoid(b), the writing strength: 1, or 2 with `allow_neg_eigval`."""
+        """Factor of the writing strength beta = beta_scale * sigmoid(b): 1, or 2 with `allow_neg_eigval`."""
         return 2.0 if self.allow_neg_eigval else 1.0
 
 
@@ -227,7 +227,7 @@ class KimiDelta(DeltaRule):
 
     @property
     def head_dims(self) -> tuple[int, int]:
-        """(Dk, Dv)."""
+        """Channels of a key and of a value, (Dk, Dv)."""
         return (self.key_dim, self.value_dim)
 
     @property

@@ -16,7 +16,7 @@ from bateleur.mamba.spec import at_least
 
 @dataclass(frozen=True, slots=True)
 class Mamba2(Recurrence):
-    """S <- exp(A dt) S + dt x B^T, y = S C + D x, with dt = clamp(softplus(raw dt + dt_bias), dt_min, dt_max).
+    """Mamba-2: S <- exp(A dt) S + dt x B^T, y = S C + D x, dt = clamp(softplus(raw dt + dt_bias), dt_min, dt_max).
 
     The channels of the convolution are x | B | C. Source: arXiv 2405.21060.
 
@@ -47,12 +47,12 @@ class Mamba2(Recurrence):
 
     @property
     def inner_size(self) -> int:
-        """Channels of x, H * P."""
+        """Channels of x: heads times head channels."""
         return self.num_heads * self.head_dim
 
     @property
     def conv_dim(self) -> int:
-        """Channels of the convolution, H * P + 2 * G * N, in the order x, B, C."""
+        """Channels of the convolution: heads * head channels (x), and twice groups * state entries (B, C)."""
         return self.inner_size + 2 * self.num_groups * self.state_size
 
     @property
@@ -62,7 +62,7 @@ class Mamba2(Recurrence):
 
     @property
     def output_shape(self) -> tuple[int, int]:
-        """Shape of the output of one token, (H, P)."""
+        """Shape of the output of one token: (heads, head channels)."""
         return (self.num_heads, self.head_dim)
 
     @property
@@ -86,7 +86,7 @@ class Mamba2(Recurrence):
         )
 
     def split(self, channels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Split channels (T, conv_dim) into views x (T, H, P), and B and C (T, G, N)."""
+        """Split channels (T, conv_dim) into views x (T, heads, head_dim), and B and C (T, groups, state_size)."""
         lanes = self.num_groups * self.state_size
         x, B, C = channels.split_with_sizes([self.num_heads * self.head_dim, lanes, lanes], -1)
         groups = (-1, self.num_groups, self.state_size)
@@ -125,7 +125,7 @@ class Mamba2(Recurrence):
     def replay(
         self, params: Tensors, channels: Tensor, gates: Tensors, state: State, ring: Tensors, rows: MambaMetadata
     ) -> Tensor:
-        """Run Mamba-2 over decodes under FOLD, from saved states and rings, and append the tokens to the rings."""
+        """Run Mamba-2 over decodes, from saved states and rings of later inputs; append the new inputs."""
         plan, row = rows.plan, rows.request_row
         assert state is not None
         assert row is not None

@@ -1,4 +1,4 @@
-"""Reference-counted KV blocks, and the keys of those in the prefix cache."""
+"""Reference-counted KV blocks, and the keys (prefix hashes) of those in the prefix cache."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ class BlockPool:
     """Allocates block ids 1 .. num_blocks - 1; block 0 is the null block.
 
     A block in the prefix cache keeps its contents and key after its last reference is gone, until it is evicted. The
-    block that was freed first is evicted first. Blocks without a key are reused last in, first out: their memory is
-    warm, and stale block-table entries show at once.
+    block that was freed first is evicted first. Blocks without a key are reused last in, first out, because their
+    memory may still be in the L2 cache, and so that a wrong block table shows soon.
     """
 
     def __init__(self, num_blocks: int) -> None:

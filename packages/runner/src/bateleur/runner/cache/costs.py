@@ -15,7 +15,7 @@ from bateleur.runner.models.spec import ModelSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftCosts:
-    """Bytes that a drafter takes in addition to the target's caches."""
+    """Bytes that a drafter needs in addition to the target model's caches."""
 
     token_bytes: int = 0
     """Keys and values of one token, stored in the target's blocks."""
@@ -117,7 +117,7 @@ class CacheCosts:
 
     @property
     def pages_per_request(self) -> int:
-        """Maximum number of state pages that a running request holds for itself, not for the prefix cache."""
+        """Maximum number of state pages (states of all layers after a token) per request, without cached ones."""
         return 0 if self.layout is None else self.layout.slots_per_request()
 
     @property
@@ -132,14 +132,14 @@ class CacheCosts:
 
     @property
     def pages_to_share(self) -> int:
-        """Number of state pages of the longest request that stay in the prefix cache."""
+        """Number of state pages that the longest request leaves in the prefix cache."""
         if self.retention is None or self.layout is None:
             return 0
         longest = self.layout.max_model_len
         return len(self.retention.columns_to_cache(0, longest, longest))
 
     def fixed_bytes(self, num_rows: int) -> int:
-        """Return the bytes of `num_rows` running requests and a padding row, without keys, values and cached pages."""
+        """Return the bytes of states and drafts for `num_rows` requests and a padding row, without prefix cache."""
         null = self.page_bytes + self.row_bytes + self.options.draft.logits_bytes
         own = self.logits_bytes_per_request + self.options.draft.row_bytes
         return null + num_rows * (self.state_bytes_per_request + own)

@@ -113,16 +113,16 @@ def plan_caches(
 ) -> CachePlan:
     """Fit all caches into `budget_bytes`, in the order described at the top of this file.
 
-    If prefix caching is on, or `rows_chosen` is False, the plan may have fewer requests than `limits.max_num_seqs`. It
-    may also have prefix caching off. A RuntimeWarning tells the numbers.
+    If prefix caching is on, or `rows_chosen` is False, the plan may allow fewer requests than `limits.max_num_seqs`. It
+    may also turn prefix caching off. A RuntimeWarning says so.
 
     rows_chosen: whether the user chose `limits.max_num_seqs`.
     length_chosen: whether the user chose `limits.max_model_len`. If the KV blocks hold fewer tokens of one request:
     True raises a ValueError with the length that fits; False lowers the plan's `max_model_len` to that length with a
     RuntimeWarning, and prefix caching gets up to half of the memory; None ignores it.
 
-    Raises ValueError with both numbers if the states of `max_num_seqs` requests (of one request if the user did not
-    choose) and two KV blocks do not fit without prefix caching. Also raises as `CacheCosts.of`.
+    Raises ValueError with needed and available bytes if two KV blocks and the states of `max_num_seqs` requests (of one
+    request without `rows_chosen`) do not fit without prefix caching. Also raises as `CacheCosts.of`.
     """
     costs = alone = CacheCosts.of(spec, dtype, limits.max_model_len, options)
     if costs.retention is not None:
@@ -157,9 +157,9 @@ def plan_caches(
 
 
 def _shortened(plan: CachePlan, limits: EngineLimits, numbers: str, *, chosen: bool) -> CachePlan:
-    """Return the plan with `max_model_len` lowered to what its KV blocks hold, with a warning or an error.
+    """Return the plan with `max_model_len` lowered to what its KV blocks hold, and warn with the text `numbers`.
 
-    See `plan_caches`. numbers: text for the message. chosen: whether the user chose `max_model_len`.
+    Raises ValueError if the user chose `max_model_len` (`chosen`), or if less than one step's tokens fit.
     """
     fits, wanted, least = plan.num_tokens, limits.max_model_len, limits.max_query_len + 1
     if chosen or fits < least:
@@ -178,8 +178,8 @@ def _shortened(plan: CachePlan, limits: EngineLimits, numbers: str, *, chosen: b
 
 
 def _losses(plan: CachePlan, num_reqs: int, share: bool, rows_chosen: bool) -> list[str]:
-    """Return descriptions of what a plan lacks, compared with `num_reqs` requests and with prefix caching if
-    requested.
+    """Return texts that describe what a plan lacks, compared with `num_reqs` requests and (if `share`) prefix
+    caching.
     """
     lost, rows = [], plan.max_num_seqs
     holds = "with prefix caching, and with the keys and values of the longest request, it holds"
@@ -196,7 +196,7 @@ def _losses(plan: CachePlan, num_reqs: int, share: bool, rows_chosen: bool) -> l
 
 
 def _rows_beside_keys(costs: CacheCosts, limits: EngineLimits, budget_bytes: int, length_chosen: bool) -> int:
-    """Return `max_num_seqs`, halved until keys and values of the longest request fit, too.
+    """Return `max_num_seqs`, halved until the KV cache of the longest request fits in addition to the states.
 
     If the user did not choose the length, half of the memory is enough for these keys and values.
     """
@@ -223,10 +223,11 @@ def _plan_alone(costs: CacheCosts, limits: EngineLimits, budget_bytes: int) -> C
 def _plan_shared(
     costs: CacheCosts, limits: EngineLimits, budget_bytes: int, plain: CachePlan, shortens: bool
 ) -> CachePlan | None:
-    """Plan with prefix caching for the requests that `plain` could serve; None if not even one fits with cached states.
+    """Plan with prefix caching. Return None if not even one request fits with cached states.
 
-    shortens: if `plain` does not hold the longest request, its keys and values get half of the memory. `max_model_len`
-    is then lowered to the length that fits.
+    plain: plan without prefix caching, whose longest request must still fit. shortens: if `plain` does not hold the
+    longest request, its keys and values get half of the memory. `max_model_len` is then lowered to the length that
+    fits.
     """
     longest = min(plain.num_blocks, 1 + plain.max_blocks)
     if shortens and plain.num_missing_blocks:
@@ -248,7 +249,7 @@ def _plan_shared(
 
 
 def _fill(costs: CacheCosts, limits: EngineLimits, budget_bytes: int, pages: int) -> CachePlan:
-    """Plan KV blocks in addition to about `pages` cached state pages, not more of both than requests can use."""
+    """Plan about `pages` cached state pages and KV blocks in the rest, at most as many as requests can use."""
     rows = limits.max_num_seqs
     spare = budget_bytes - costs.fixed_bytes(rows)
     useful = rows * costs.pages_to_share

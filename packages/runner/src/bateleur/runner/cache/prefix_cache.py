@@ -67,7 +67,7 @@ class OffloadTiers(Protocol):
 
 
 class PrefixCache:
-    """Finds the cached prefixes of requests, and adds blocks and pages that running requests have filled.
+    """Finds cached prefixes of requests, and adds KV blocks and states (state pages) of running requests.
 
     table: the running requests.
     blocks: the pool of KV blocks; None for a model without attention.
@@ -105,10 +105,9 @@ class PrefixCache:
         """Hits are multiples of this many tokens."""
 
     def match(self, request: Request) -> Hit:
-        """Return the longest cached prefix of a request that just got its table row.
+        """Return the longest cached prefix of a request that just got its row in the request table.
 
-        At least one token remains to compute.
-        Adds no references.
+        At least one token remains to compute. Adds no references to blocks.
         """
         hit = self._match(request)
         self._row_keys.begin(request.row, self._keys(request), hit.num_tokens)
@@ -131,7 +130,7 @@ class PrefixCache:
         return hit
 
     def fetch(self, request: Request) -> bool:
-        """Return whether a request without a row should wait until `arrived` returns it; called once per request."""
+        """Start to load a waiting request's prefix from disk, if useful; return whether it must wait for `arrived`."""
         if self.offload_tiers is None or request.prefix.fetched or request.lacks_prompt_logprobs:
             return False
         request.prefix.fetched = True
@@ -169,7 +168,7 @@ class PrefixCache:
         return longest
 
     def find(self, keys: PrefixKeys, ids: NDArray[np.int32], max_tokens: int) -> Hit:
-        """Return the longest cached prefix of `ids` of at most `max_tokens` tokens. Adds no references.
+        """Return the longest cached prefix of at most `max_tokens` of the tokens `ids`. Adds no references to blocks.
 
         keys: computes the cache keys of the request.
         """
@@ -197,14 +196,14 @@ class PrefixCache:
     def block_keys(self, keys: PrefixKeys, ids: NDArray[np.int32], first: int, end: int) -> list[bytes]:
         """Return the keys of blocks `first` to `end - 1` of `ids`.
 
-        With `lookahead`, `ids` must have the token after them.
+        With `lookahead` (see the class), `ids` must include the token after these blocks.
         """
         return self._compute_keys(keys, ids, first, end)
 
     def insert(self, rows: NDArray[np.int64], before_R: NDArray[np.int32], after_R: NDArray[np.int32]) -> None:
-        """Add the KV blocks that a step filled to the prefix cache, and commit its states.
+        """Add the KV blocks and states that a step completed to the prefix cache, and free states no longer needed.
 
-        rows: requests of the step. before_R, after_R: computed tokens of each request before and after the step.
+        rows: table rows of the step's requests. before_R, after_R: their computed tokens before and after the step.
         """
         blocks, block_keys = self._row_keys.advance(rows, after_R)
         if block_keys and self._blocks is not None:
@@ -214,9 +213,9 @@ class PrefixCache:
             self._states.commit(rows, before_R, after_R, prefill_len_R, self._row_keys.of)
 
     def forget(self, request: Request) -> None:
-        """Remove all keys that a running request found or computed, because its values became invalid (NaN).
+        """Remove all blocks and states of a running request from the prefix cache, because it computed NaN.
 
-        All keys are removed, because the step that wrote the invalid values is not known.
+        All are removed, because the step that wrote the invalid values is not known.
         """
         row, keys = request.row, self._keys(request)
         settled, ids = int(self._table.num_committed[row]), self._table.token_ids[row]

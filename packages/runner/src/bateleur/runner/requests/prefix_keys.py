@@ -1,4 +1,4 @@
-"""Block hashes: one chain of keys identifies the prefixes of a request in all caches."""
+"""Block hashes: the chained keys of a request's prefixes, the same for KV blocks, states and offload tiers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class PrefixKeys:
     __slots__ = ("_keys", "block_size", "root")
 
     def __init__(self, block_size: int, root: bytes = b"") -> None:
-        """root: start of the chain, the digest of a LoRA adapter; b"" for the base model."""
+        """Start a chain of block hashes. root: digest of the LoRA adapter; b"" for the base model."""
         self.block_size, self.root = block_size, root
         self._keys: list[bytes] = []
 
@@ -39,10 +39,10 @@ class PrefixKeys:
         return self.upto(token_ids, end)[first:end]
 
     def blocks_with_lookahead(self, token_ids: NDArray[np.int32], first: int, end: int) -> list[bytes]:
-        """Return keys as `blocks`, for block contents that also depend on the next token, which must be known.
+        """Return the keys of `blocks`, each with the token after its block appended; this token must be known.
 
-        A drafter's keys and values at a position depend on the token after it (vLLM RFC #50438). That matters only in
-        the last block of a prefix, so a hit is lost only if another token follows.
+        A drafter's keys and values at a position depend on the token after it (vLLM RFC #50438). A block is therefore
+        reused only if the same token follows.
         """
         size = self.block_size
         following = token_ids[(first + 1) * size : end * size + 1 : size].astype("<i4").tobytes()
@@ -51,7 +51,7 @@ class PrefixKeys:
         return [key + following[4 * i : 4 * i + 4] for i, key in enumerate(keys)]
 
     def upto(self, token_ids: NDArray[np.int32], end: int) -> list[bytes]:
-        """Return the keys of at least the first `end` blocks."""
+        """Return the keys of the first `end` blocks, or of more."""
         keys = self._keys
         if (first := len(keys)) < end:
             ids = np.ascontiguousarray(token_ids[: end * self.block_size], np.int32)

@@ -31,7 +31,7 @@ class AdmittedRequest:
 
 
 class ReportedState(NamedTuple):
-    """Numbers of tokens and characters of a continuation that the caller has received."""
+    """What the caller has received of a continuation: counts, cumulative log probability, whether it ended."""
 
     num_tokens: int = 0
     num_characters: int = 0
@@ -77,11 +77,11 @@ class RequestGroup:
         )
 
     def output(self, reported: Sequence[ReportedState] = ()) -> tuple[RequestOutput, tuple[ReportedState, ...]]:
-        """Return the output for the caller, and the new reported state.
+        """Return the output for the caller, and for each continuation the part that the caller then has.
 
         reported: the part of each continuation that the caller already has. With DELTA the output holds only new tokens
         and text, without continuations that have nothing new; outputs share the prompt's lists. Otherwise it holds
-        everything, and both states are ().
+        everything, `reported` is not used, and the second result is ().
         """
         now: tuple[ReportedState, ...] = ()
         first = self.members[0]
@@ -134,7 +134,7 @@ def _text(request: Request, first: int) -> str:
 
 
 def _tags(request: Request, reported: ReportedState) -> list[TextTag]:
-    """Tags that were not reported yet, with positions in the text that is reported with them."""
+    """Return new tags (such as <think>, one token each), with positions in the new text."""
     if request.output.detokenizer is None or not request.params.return_tags:
         return []
     before = reported.num_characters

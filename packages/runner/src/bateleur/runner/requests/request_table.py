@@ -129,16 +129,16 @@ class RequestTable:
         self.num_blocks[row] = start + len(blocks)
 
     def append_blocks(self, rows: NDArray[np.int64], counts: Int32s, blocks: list[int]) -> None:
-        """Append KV blocks to distinct rows (R,), `counts` (R,) each."""
+        """Append KV blocks to several requests: `counts[i]` of `blocks`, in order, to the distinct row `rows[i]`."""
         owners, columns = expand_ranges(rows, self.num_blocks[rows], counts)
         self.blocks.write_cells(owners * self.block_table.shape[1] + columns, blocks)
         self.num_blocks[rows] += counts
 
     def num_useful_drafts(self, rows: NDArray[np.int64], longest: int, most: int, *, at_least_one: bool) -> Int32s:
-        """Return the number of drafts (R,), at most `most`, that the next step can use.
+        """Return the number of drafts (R,), at most `most`, that each request's next step can use.
 
         longest: maximum sequence length, drafts included, for which drafts can be proposed.
-        at_least_one: assume that each step in flight emits one token per row; else as many as it can.
+        at_least_one: assume that a step in flight emits one token per request; otherwise, that all drafts are accepted.
         """
         left = np.minimum(self.limit[rows] - 1, longest) - self.num_tokens[rows]
         if at_least_one:

@@ -11,7 +11,7 @@ from bateleur.runner.requests.prefix_keys import KEY_BYTES, PrefixKeys, block_ke
 
 
 class RowKeys:
-    """Prefix-cache keys of running requests. A row continues the chain of its `PrefixKeys` and stores its last key."""
+    """Block hashes (prefix-cache keys) of running requests. Each row stores the last key of its chain."""
 
     def __init__(
         self,
@@ -21,12 +21,13 @@ class RowKeys:
         *,
         lookahead: bool = False,
     ) -> None:
-        """
+        """Keep references to the tables of all rows.
+
         Args:
-            token_ids: (M, length) tokens of each row.
-            block_table: (M, columns) KV blocks of each row; None if there are none.
+            token_ids: (rows, length) tokens of each row.
+            block_table: (rows, columns) KV blocks of each row; None without attention.
             block_size: tokens of a block.
-            lookahead: whether keys also cover the next token, as those of `PrefixKeys.blocks_with_lookahead`.
+            lookahead: whether a block's key includes the token after it (`PrefixKeys.blocks_with_lookahead`).
         """
         self._ids, self._table, self._size, self._lookahead = token_ids, block_table, block_size, int(lookahead)
         self._latest = np.zeros((len(token_ids), KEY_BYTES), np.uint8)
@@ -36,16 +37,16 @@ class RowKeys:
         self._found: list[bytes] = []
 
     def begin(self, row: int, keys: PrefixKeys, num_tokens: int) -> None:
-        """Set a table row for a request with these keys, whose first `num_tokens` tokens are cached."""
+        """Prepare a row for a request with these keys, whose first `num_tokens` tokens are a prefix-cache hit."""
         self._num_keys[row] = count = num_tokens // self._size
         self._roots[row] = keys.root
         if count:
             self._latest[row] = np.frombuffer(keys.upto(self._ids[row], count)[count - 1], np.uint8)
 
     def advance(self, rows: NDArray[np.int64], after_R: NDArray[np.int32]) -> tuple[list[int], list[bytes]]:
-        """Return the N blocks that became full, and their keys, when `rows` reached `after` computed tokens.
+        """Return the blocks that became full in a step, and their keys.
 
-        rows: (R,) distinct table rows. after_R: (R,).
+        rows: (R,) distinct table rows. after_R: (R,) computed tokens of these requests after the step.
         """
         size, lookahead, end_R = self._size, self._lookahead, after_R // self._size
         names: list[bytes] = []
@@ -67,8 +68,8 @@ class RowKeys:
         return blocks, names
 
     def of(self, index: int, num_tokens: int) -> bytes:
-        """Return the key of the first `num_tokens` tokens of a request, whose last block the latest `advance` filled.
+        """Return the key of the first `num_tokens` tokens, whose last block the latest call of `advance` returned.
 
-        index: index of the request in the `rows` of that call.
+        index: index of the request in the argument `rows` of that call.
         """
         return self._found[self._behind[index] + num_tokens // self._size - 1][:KEY_BYTES]

@@ -32,14 +32,14 @@ def causal_conv1d_update(
     write: Tensor,
     activation: str,
 ) -> Tensor:
-    """Depthwise causal convolution of 1 to 1 + K tokens per row, of which a suffix may be rejected later.
+    """Depthwise causal convolution (W taps) of 1 to 1 + K tokens per row (request), of which K drafts may be rejected.
 
     Row r starts from the window conv_state[read[r], offset[r] : offset[r] + W - 1]. A row of q tokens writes its window
     and tokens without the oldest entry to conv_state[write[r], : W - 2 + q]. Later entries of the slot are unspecified.
 
     Args:
         x, weight, bias, activation: as in `causal_conv1d_varlen`.
-        conv_state: (slots, W - 1 + K, C), updated in place.
+        conv_state: (slots, W - 1 + K, channels C), updated in place.
         query_start_loc: (R + 1,) int32.
         max_query_len: maximum of q over all rows.
         read, write: (R,) int64 state slots.

@@ -71,7 +71,7 @@ def tile_options(width: int, max_query_len: int) -> dict[str, Any]:
 def causal_conv1d_update(
     x, weight, bias, conv_state, query_start_loc, max_query_len, read, offset, write, activation,
 ):  # fmt: skip
-    """Convolve 1 to 1 + K tokens per request in one launch. No row may write a slot that another row reads."""
+    """Convolve 1 to 1 + K tokens (K drafts) per request. No request may write a state slot that another reads."""
     require_dense(1, x=x, conv_state=conv_state)
     require_dense(2, weight=weight)
     num_rows, (num_tokens, channels), width = read.shape[0], x.shape, weight.shape[1]

@@ -22,19 +22,19 @@ def causal_conv1d_varlen(
     request_conv_write: Tensor | None,
     activation: str,
 ) -> Tensor:
-    """Depthwise causal convolution of prefills; row r (a request) starts from the window in state slot read[r].
+    """Depthwise causal convolution of prefills; request r starts from the conv window in state slot read[r].
 
-    Writes the W - 1 raw inputs before the end of chunk k to conv_state[chunk_write[k], : W - 1], and those before the
-    end of row r to request_conv[request_conv_write[r], : W - 1]. They include entries of the initial window if the row
-    has fewer tokens. Later entries of the slots are not changed.
+    With W taps, writes the W - 1 raw inputs before the end of chunk k to conv_state[chunk_write[k], : W - 1], and those
+    before the end of request r to request_conv[request_conv_write[r], : W - 1]. They include entries of the initial
+    window if the request has fewer tokens. Later entries of the slots are not changed.
 
     Args:
         x: (T, C).
         weight: (C, W).
         bias: (C,) or None.
-        conv_state: (slots, W - 1 + K, C), updated in place.
-        request_conv: (request rows, W - 1 + K, C), windows of running requests, updated in place; row 0 is null. Or
-            None.
+        conv_state: (slots, W - 1 + drafts, C), updated in place.
+        request_conv: (request rows, W - 1 + drafts, C), conv windows of running requests, updated in place; row 0 is
+            null. Or None.
         request_conv_write: (R,) int64 request rows; None without `request_conv`.
         activation: "silu" or "none".
         The others: as in `ssd_scan_varlen`, slots and chunks.

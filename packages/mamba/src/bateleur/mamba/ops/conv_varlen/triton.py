@@ -26,7 +26,7 @@ from bateleur.metadata.dispatch import cdiv
 
 @triton.jit
 def _find_row(starts_ptr, tile, num_rows, TILE: tl.constexpr, BLOCK_R: tl.constexpr):
-    """Return the row of a tile, and the row's first tile. Row ``num_rows`` has the tokens that belong to no request."""
+    """Return a tile's row (request), and the row's first tile. Row ``num_rows`` has the tokens of no request."""
     row = -1
     first_tile = 0
     for begin in range(0, num_rows + 1, BLOCK_R):
@@ -48,8 +48,8 @@ def conv_kernel(
 ):  # fmt: skip
     """Convolve the tokens of all prefills, and keep copies of their initial windows.
 
-    Grid (rows + tiles of tokens, tiles of channels): the first programs copy windows (R, W - 1, C), the others
-    compute. Occupancy on sm_90: at least 3 blocks per SM.
+    Grid (rows + tiles of tokens, tiles of channels): the first programs copy windows, the others compute.
+    Occupancy on sm_90: at least 3 blocks per SM.
     """
     c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     real_C = c < CHANNELS
@@ -89,7 +89,7 @@ def window_kernel(
     window_write_ptr, num_chunks, x_token, conv_slot, conv_entry, window_row, window_entry,
     CHANNELS: tl.constexpr, WIDTH: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """Write the conv window (last W - 1 inputs) after each chunk and each request to its slot.
+    """Write the conv window (last inputs) after each chunk and each request to its slot.
 
     Grid (chunks + rows with a request conv window, tiles of channels). Occupancy on sm_90: at least 16 blocks per SM.
     """

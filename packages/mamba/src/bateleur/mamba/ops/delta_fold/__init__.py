@@ -1,4 +1,4 @@
-"""Adds accepted tokens of the delta rules from rings to saved states. Shapes: as in `shared.delta_rule`."""
+"""Adds ring entries (accepted tokens) of the delta rules to saved states. Shapes: as in `shared.delta_rule`."""
 
 import torch
 from torch import Tensor
@@ -32,10 +32,10 @@ def delta_fold_ring(
     dst: Tensor,
     page_offset: Tensor,
 ) -> None:
-    """Update saved states with the first `count` entries of their rings, in several layers at once.
+    """Update saved states with the first `count` entries of the rings of later tokens, in several layers at once.
 
     Args:
-        state: (layers, slots, H, Dv, Dk), updated in place.
+        state: (layers, slots, heads, Dv, Dk) for values of Dv and keys of Dk channels, updated in place.
         ring_k, ring_u, ring_g: as in `delta_replay_update`, with a leading dimension of layers.
         The others: as in `fold_ring`.
     """

@@ -1,6 +1,6 @@
 """Adds ring entries of a delta rule to saved states: one launch for all requests and layers.
 
-Most rows have no fold, so programs skip to the rows with a destination: see `rows_of_share`. The ring stores corrected
+Most requests have no fold (`dst` is 0), so programs skip them: see `rows_of_share`. The ring stores corrected
 values, so the new state is a sum of outer products.
 Legend: V value channels of a head's tile, K key channels, D decays of a head (1 or K), J ring entries.
 """
@@ -73,7 +73,7 @@ def fold_kernel(
 ):  # fmt: skip
     """Add ring entries to saved states, and copy the conv windows: S <- decay S + sum_j decay_j u_j k_j^T.
 
-    Grid (heads + tiles of conv channels, shares of rows, layers). Occupancy on sm_90: at least 2 blocks per SM.
+    Grid (heads + tiles of conv channels, groups of requests, layers). Occupancy on sm_90: at least 2 blocks per SM.
     """
     part, layer = tl.program_id(0), tl.program_id(2).to(tl.int64)
     for begin in range(0, num_rows, BLOCK_R):
@@ -121,7 +121,7 @@ def tile_options(
 def delta_fold_ring(
     state, conv_state, request_conv, ring_k, ring_u, ring_g, ring_row, ring_start, count, src, dst, page_offset,
 ):  # fmt: skip
-    """Update saved states with ring entries in one launch. No row may write a slot that another row reads."""
+    """Update saved states with ring entries in one launch. No request may write a state slot that another reads."""
     require_dense(1, conv_state=conv_state, request_conv=request_conv)
     require_dense(3, state=state, ring_k=ring_k, ring_u=ring_u)
     require_dense(ring_g.dim() - 2, ring_g=ring_g)

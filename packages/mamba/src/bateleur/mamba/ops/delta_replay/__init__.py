@@ -92,17 +92,18 @@ def delta_replay_update(
     ring_len: Tensor,
     beta_scale: float,
 ) -> Tensor:
-    """A delta rule over 1 to 1 + K tokens per row (request), from a saved state and a ring of the tokens after it.
+    """A delta rule over 1 to 1 + K tokens (K drafts) per row (request), from a saved state and a ring of later tokens.
 
     The state before a row's tokens is state[slot] updated with ring_len entries of ring `ring_row`. Entry j is at
     (ring_start + j) % L. The row's tokens are appended to the ring. The caller counts the accepted ones, and the next
     step overwrites the others, so a rejected token never reaches a state.
 
-    With max_query_len 1 and T = R, row r is token r: rows without a token must come last, with slot and ring row 0.
+    With max_query_len 1 and as many tokens as rows, row r is token r: rows without a token must come last, with slot
+    and ring row 0.
 
     Args:
-        ring_k: (ring rows, L, G, Dk) keys before normalization, contiguous, in the dtype of k or a wider one.
-        ring_u: (ring rows, L, H, Dv) corrected values, contiguous, float32 (float64 for float64 inputs).
+        ring_k: (ring rows, L entries, G key heads, Dk) raw keys, contiguous, in the dtype of k or a wider one.
+        ring_u: (ring rows, L, H value heads, Dv) corrected values, contiguous, float32 (float64 for float64 inputs).
         ring_g: (ring rows, L, H) or (ring rows, L, H, Dk) log decays, contiguous, in the dtype of ring_u.
         slot, ring_row, ring_start, ring_len: (R,) int64. ring_len plus the row's tokens is at most L. No two rows share
             a ring row, except row 0, which is null: its rows store nothing, and their outputs are unspecified.
@@ -135,7 +136,7 @@ def delta_replay_update(
 def _before_step(
     state: Tensor, slot: Tensor, probes: Tensor, ring: tuple[Tensor, Tensor, Tensor], before: RingEntries | None
 ) -> Tensor:
-    """Multiply the states before the step with keys and queries `probes` (R, H, 2 M, Dk) to (R, H, 2 M, Dv)."""
+    """Multiply the states before the step with the keys and queries of M tokens, (R, H, 2 M, Dk) to (R, H, 2 M, Dv)."""
     (num_rows, heads, queries, size), dtype = probes.shape, probes.dtype
     of_ring = None
     if before is not None:

@@ -33,13 +33,13 @@ _SEVERAL_TILE_ENTRIES = 2048  # for several tokens a row, which keep the state i
 
 @triton.jit
 def _load(ptr, lane, SIZE: tl.constexpr, there):
-    """Load the entries ``lane`` from ``ptr``: zeros at and above ``SIZE``, and only zeros unless ``there``."""
+    """Load ``ptr[lane]``: zeros for indices ``lane`` from ``SIZE`` on, and only zeros unless ``there``."""
     return tl.load(ptr + lane, mask=lane < tl.where(there, SIZE, 0), other=0)
 
 
 @triton.jit
 def _store(ptr, lane, SIZE: tl.constexpr, value, there):
-    """Store ``value`` to the entries ``lane`` below ``SIZE`` from ``ptr``; store nothing unless ``there``."""
+    """Store ``value`` to ``ptr[lane]`` for indices ``lane`` below ``SIZE``; store nothing unless ``there``."""
     tl.store(ptr + lane, value.to(ptr.dtype.element_ty), mask=lane < tl.where(there, SIZE, 0))
 
 
@@ -208,7 +208,7 @@ def delta_replay_update(
     state, ring_k, ring_u, ring_g, q, k, v, a, b, A, dt_bias, query_start_loc, max_query_len,
     slot, ring_row, ring_start, ring_len, beta_scale,
 ):  # fmt: skip
-    """Run a delta rule over 1 to 1 + K tokens per request, from saved states and rings, in one launch."""
+    """Run a delta rule over 1 to 1 + K tokens (K drafts) per request with saved states and rings, in one launch."""
     require_dense(1, q=q, k=k, v=v, a=a, b=b, A=A)
     require_dense(dt_bias.dim(), dt_bias=dt_bias)
     require_dense(3, state=state, ring_k=ring_k, ring_u=ring_u)

@@ -146,7 +146,7 @@ def delta_scan_varlen(
 
 
 def _run_tile(state: Tensor, kq: Tensor, v: Tensor, total: Tensor, beta: Tensor) -> Tensor:
-    """Return the outputs (B, H, Q, Dv) of a tile, and update its state (B, H, Dv, Dk) in place.
+    """Return the outputs (B, H, Q, Dv) of tiles of Q tokens of B requests; update state (B, H, Dv, Dk) in place.
 
     kq (B, G, 2, Q, Dk) keys and queries; v (B, H, Q, Dv); total (B, H, Q, 1 or Dk) running sum of g; beta (B, H, Q, 1).
     """
@@ -170,7 +170,7 @@ def _run_tile(state: Tensor, kq: Tensor, v: Tensor, total: Tensor, beta: Tensor)
 
 
 def _scores(kq: Tensor, total: Tensor) -> Tensor:
-    """Return (B, H, 2, Q, Q) decayed products of keys and queries with keys, with one decay per head."""
+    """Return decayed products of a tile's keys and queries with its keys, (B, H, 2, Q, Q); one decay per head."""
     num_rows, groups, _, length, _ = kq.shape
     # Mask before the exponential: above the diagonal the difference is positive, and could overflow.
     left = (total - total.mT).masked_fill_(_future(length, total.device), float("-inf")).exp_()
@@ -213,5 +213,5 @@ def _diagonal(scores: Tensor, size: int) -> Tensor:
 
 
 def _future(length: int, device: torch.device) -> Tensor:
-    """Return (Q, Q) bool: the token of the column is later than the token of the row."""
+    """Return (length, length) bool: whether the token of the column is later than the token of the row."""
     return torch.ones(length, length, dtype=torch.bool, device=device).triu_(1)

@@ -38,7 +38,7 @@ _SHARED = (
 
 
 class _Function(NamedTuple):
-    """A function of fla-core."""
+    """A function of fla-core: its module, name and required arguments."""
 
     module: str
     name: str
@@ -55,7 +55,7 @@ FUNCTIONS = {
 
 @cache
 def kernel(per_channel: bool) -> Kernel:
-    """Import and return the function of fla-core, with a decay per key channel or per head. The first call takes
+    """Import and return fla-core's scan function, for one decay per key channel or per head. The first call takes
     seconds.
 
     Raises ValueError if fla-core is not installed, or if the function lacks an argument.

@@ -79,9 +79,9 @@ def pairs_kernel(
 ):  # fmt: skip
     """Compute the products of keys and queries with the keys of their tile, and the inverse of the triangular system.
 
-    Grid (chunks x tiles of tokens, heads). Results by head and token: sums of log decays from the start of the tile
-    to the token and after the token (both D), the inverse times beta and the weights of queries (both T), and the scale
-    factors of keys and queries. Every sum of log decays is added up from its own tokens, because a difference of sums
+    Grid (chunks x tiles of tokens, heads). Stores for each head and token: the sums of log decays up to the token and
+    after it in the tile, (D,) each; a row (T,) of the inverse times beta, and of the weights of queries; the factors
+    that normalize key and query. Every sum of log decays is added up from its own tokens, because a difference of sums
     would lose digits after a strong decay.
     Occupancy on sm_90: at least 3 blocks per SM.
     """
@@ -207,7 +207,7 @@ def delta_scan_varlen(
     q, k, v, a, b, A, dt_bias, state, query_start_loc, chunk_start_loc, chunk_row, row_chunk_loc,
     max_chunks_per_row, chunk_size, read, chunk_write, beta_scale,
 ):  # fmt: skip
-    """Run a delta rule over prefills in two or three launches. No row may write a slot that another row reads."""
+    """Run a delta rule over prefills in two or three launches. No request may write a state slot that another reads."""
     del max_chunks_per_row
     require_dense(1, q=q, k=k, v=v, a=a, b=b, A=A)
     require_dense(dt_bias.dim(), dt_bias=dt_bias)

@@ -38,7 +38,7 @@ _INVERSE_PARTS, _QUERY_PARTS = 3, 2  # parts of bfloat16 that are kept: 24 and 1
 
 
 def token_distances(q: Tensor, k: Tensor, v: Tensor) -> dict[str, int]:
-    """Return the strides of tokens in q, k and v, which are compile-time constants of the kernel.
+    """Return the strides of tokens in q, k and v, which are compile-time constants of `walk_tiles_kernel`.
 
     A view of one token may have any stride. It gets the stride that a layer's convolution output has, so that no
     additional kernel is compiled.
@@ -78,7 +78,7 @@ def _parts(x):
 
 @triton.jit
 def _product(x, high, middle, low, accumulator):
-    """Multiply a bfloat16 matrix with a float32 matrix in three parts."""
+    """Add a bfloat16 matrix x times a float32 matrix, split into three bfloat16 parts, to the accumulator."""
     accumulator = tl.dot(x, low, accumulator)
     accumulator = tl.dot(x, middle, accumulator)
     return tl.dot(x, high, accumulator)
@@ -86,7 +86,7 @@ def _product(x, high, middle, low, accumulator):
 
 @triton.jit
 def _product_of_parts(a, b, c, high, middle, low):
-    """Multiply two float32 matrices in three parts each, without terms below the 24th bit."""
+    """Multiply two float32 matrices, split into three bfloat16 parts each, without terms below the 24th bit."""
     accumulator = tl.dot(a, low)
     accumulator = tl.dot(b, middle, accumulator)
     accumulator = tl.dot(c, high, accumulator)
@@ -120,8 +120,8 @@ def join_kernel(
 ):  # fmt: skip
     """Join the inverses of tiles of 16 tokens to the inverse T of a tile of 64, with the weights P of its queries.
 
-    Grid (chunks x tiles of tokens, heads). Results by head and token: the rows of T and of P T in parts. ``scale``
-    has the scale factors of keys and queries. They are replaced by: both times the decay from the start of the tile,
+    Grid (chunks x tiles of tokens, heads). Stores rows of T and of P T, split into bfloat16 parts. ``scale`` has
+    the factors that normalize keys and queries. They are replaced by: both times the decay from the start of the tile,
     the factor of keys times the decay to the end of the tile, and the decay of the tile.
     Occupancy on sm_90: at least 2 blocks per SM.
     """
@@ -196,7 +196,7 @@ def walk_tiles_kernel(
     """Run the tiles of each request in order: compute outputs, and write the state after each chunk to its slot.
 
     Grid (heads x tiles of values, rows + 1): the last row zeroes tokens that belong to no row.
-    The distances of tokens are constants, so that the addresses of a tile need one register.
+    The strides of tokens are constants, so that the addresses of a tile need one register.
     Occupancy on sm_90: at least 1 block per SM.
     """
     TILES: tl.constexpr = (VALUE_DIM + BLOCK_V - 1) // BLOCK_V

@@ -1,4 +1,4 @@
-"""The delta rules of decodes, token by token, writing each state. Shapes: `shared.delta_rule`, K draft tokens."""
+"""The delta rules of decodes, writing the state after each token. Shapes: `shared.delta_rule`, K draft tokens."""
 
 import torch
 from torch import Tensor
@@ -33,9 +33,9 @@ def delta_state_update(
     write: Tensor,
     beta_scale: float,
 ) -> Tensor:
-    """A delta rule over 1 to 1 + K tokens per row (request); the state after each token is written to a state slot.
+    """A delta rule over 1 to 1 + K tokens (K drafts) per row (request); writes the state after each to a state slot.
 
-    With max_query_len 1 and T = R, row r is token r: rows without a token must come last, with slots 0.
+    With max_query_len 1 and as many tokens as rows, row r is token r: rows without a token come last, with slots 0.
 
     Args:
         write: (R, 1 + K) int64; the state after token i of row r is written to state[write[r, i]].

@@ -1,4 +1,4 @@
-"""The delta rules of decodes, writing each state: one program per request, head and tile of value channels.
+"""The delta rules of decodes, writing a state per token: one program per request, head and tile of value channels.
 
 A program reads its tile of the state once, and keeps it in registers for all tokens of the request. A value channel
 needs all key channels but no other value channel, so the state is split by value channels.
@@ -96,7 +96,7 @@ def tile_options(value_dim: int, key_dim: int, decays: int) -> dict[str, Any]:
 def delta_state_update(
     state, q, k, v, a, b, A, dt_bias, query_start_loc, max_query_len, read, write, beta_scale,
 ):  # fmt: skip
-    """Run a delta rule over 1 to 1 + K tokens per request. No row may write a slot that another row reads."""
+    """Run a delta rule over up to 1 + drafts tokens per request. No row may write a slot that another reads."""
     require_dense(1, q=q, k=k, v=v, a=a, b=b, A=A)
     require_dense(dt_bias.dim(), dt_bias=dt_bias)
     require_dense(3, state=state)

@@ -14,8 +14,8 @@ def fold_window(conv_state: Tensor, request_conv: Tensor, ring_row: Tensor, dst:
     In each layer, conv_state[dst] becomes request_conv[ring_row, page_offset : page_offset + W - 1].
 
     Args:
-        conv_state: (layers, slots, W - 1, C), updated in place.
-        request_conv: (layers, rows, W - 1 + K, C).
+        conv_state: (layers, slots, W - 1, C) for W taps and C channels, updated in place.
+        request_conv: (layers, rows, W - 1 + drafts, C).
         ring_row, dst, page_offset: (R,) int64. A row with dst 0 is skipped, and its other values are ignored.
     """
     if dst.device.type == "cpu":  # only rows with a destination; other devices would have to synchronize

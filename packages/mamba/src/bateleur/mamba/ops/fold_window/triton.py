@@ -1,6 +1,6 @@
 """Copies conv windows of running requests to state slots: one launch for all requests and layers.
 
-Most rows have no copy, so programs skip to the rows with a destination: see `rows_of_share`.
+Most requests have no copy (`dst` is 0), so programs skip them: see `rows_of_share`.
 Legend: E entries of a conv window, C conv channels, R rows (requests).
 """
 
@@ -21,7 +21,7 @@ def window_kernel(
     conv_layer, conv_slot, conv_entry, window_layer, window_row, window_entry, num_rows,
     KEEP: tl.constexpr, CHANNELS: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    """Copy conv windows of running requests to state slots. Grid (tiles of conv channels, shares of rows, layers).
+    """Copy conv windows of running requests to state slots. Grid (tiles of conv channels, groups of requests, layers).
 
     Occupancy on sm_90: at least 16 blocks per SM.
     """

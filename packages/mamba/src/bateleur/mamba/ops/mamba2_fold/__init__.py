@@ -1,4 +1,4 @@
-"""Adds accepted inputs of Mamba-2, which are in rings, to the saved states. Shapes: as in `shared.mamba2_ring`."""
+"""Adds ring entries (accepted inputs) of Mamba-2 to saved states. Shapes: as in `shared.mamba2_ring`."""
 
 import torch
 from torch import Tensor
@@ -25,15 +25,15 @@ def fold_ring(
     dst: Tensor,
     page_offset: Tensor,
 ) -> None:
-    """Update saved states with the first `count` entries of their rings, in several layers at once.
+    """Update saved states with the first `count` entries of the rings of later inputs, in several layers at once.
 
     In each layer, ssm_state[dst] becomes ssm_state[src] updated with the entries, and conv_state[dst] becomes
     request_conv[ring_row, page_offset : page_offset + W - 1]. The rings are not changed: the caller advances
     ring_start.
 
     Args:
-        ssm_state: (layers, slots, H, P, N), updated in place.
-        conv_state: (layers, slots, W - 1, C), updated in place.
+        ssm_state: (layers, slots, heads, head channels, state entries), updated in place.
+        conv_state: (layers, slots, W - 1, C) for W taps and C conv channels, updated in place.
         request_conv, ring_x, ring_dt, ring_B, A: as in `causal_conv1d_varlen` and `replay_update`, with a leading
             dimension of layers.
         ring_row, ring_start, count, src, dst, page_offset: (R,) int64. src and dst may be equal. A row with dst 0 is

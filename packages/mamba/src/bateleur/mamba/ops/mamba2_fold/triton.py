@@ -1,6 +1,6 @@
 """Adds ring entries of Mamba-2 to saved states: one launch for all requests and layers.
 
-Most rows have no fold, so programs skip to the rows with a destination: see `rows_of_share`.
+Most requests have no fold (`dst` is 0), so programs skip them: see `rows_of_share`.
 Legend: P channels of a head's tile, N state entries, J ring entries, R rows (requests).
 """
 
@@ -73,7 +73,7 @@ def fold_kernel(
 ):  # fmt: skip
     """Add ring entries to saved states, and copy the conv windows: S <- decay S + sum_j decay_j dt_j x_j B_j^T.
 
-    Grid (heads + tiles of conv channels, shares of rows, layers). Occupancy on sm_90: at least 2 blocks per SM.
+    Grid (heads + tiles of conv channels, groups of requests, layers). Occupancy on sm_90: at least 2 blocks per SM.
     """
     part, layer = tl.program_id(0), tl.program_id(2).to(tl.int64)
     for begin in range(0, num_rows, BLOCK_R):
@@ -118,7 +118,7 @@ def tile_options(head_dim: int, state_size: int, capacity: int, keep: int, dtype
 def fold_ring(
     ssm_state, conv_state, request_conv, ring_x, ring_dt, ring_B, A, ring_row, ring_start, count, src, dst, page_offset,
 ):  # fmt: skip
-    """Update saved states with ring entries in one launch. No row may write a slot that another row reads."""
+    """Update saved states with ring entries in one launch. No request may write a state slot that another reads."""
     require_dense(1, conv_state=conv_state, request_conv=request_conv, A=A)
     require_dense(2, ring_dt=ring_dt)
     require_dense(3, ssm_state=ssm_state, ring_x=ring_x, ring_B=ring_B)

@@ -36,7 +36,6 @@ class _TokenIndices(NamedTuple):
 def _token_indices(
     loc: Tensor, row: Tensor, start: Tensor, length: Tensor, num_tokens: int, most: int, capacity: int, heads: int
 ) -> _TokenIndices:
-    """Compute the indices of a step whose requests have at most `most` tokens."""
     device, lens = row.device, query_lens(loc)
     queries = max(1, int(lens.max())) if device.type == "cpu" else min(most, capacity)
     ring = ring_indices(row, start, length + lens - 1, capacity)
@@ -75,14 +74,14 @@ def replay_update(
     dt_min: float,
     dt_max: float,
 ) -> Tensor:
-    """The Mamba-2 recurrence of 1 to 1 + K tokens per row (request), from a saved state and a ring of later inputs.
+    """Mamba-2 over 1 to 1 + K tokens (K drafts) per row (request), from a saved state and a ring of inputs.
 
     The state before a row's tokens is ssm_state[slot] updated with ring_len entries of ring `ring_row`. Entry j is at
     (ring_start + j) % L. The row's tokens are appended to the ring. The caller counts the accepted ones, and the next
     step overwrites the others, so a rejected token never reaches a state.
 
     Args:
-        ring_x, ring_B: (ring rows, L, H, P) and (ring rows, L, G, N), contiguous, in the dtype of x or a wider one.
+        ring_x, ring_B: (ring rows, L entries, H, P) and (ring rows, L, G, N), contiguous, in the dtype of x or wider.
         ring_dt: (ring rows, L, H) step sizes, contiguous, float32 (float64 for float64 inputs).
         slot, ring_row, ring_start, ring_len: (R,) int64. ring_len plus the row's tokens is at most L. No two rows share
             a ring row, except row 0, which is null: its rows store nothing, and their outputs are unspecified.
@@ -112,9 +111,9 @@ def replay_update(
 
 
 def _weights(decay: Tensor, scores: Tensor, D: Tensor) -> Tensor:
-    """Return the weight of each ring entry for each query and head, (R * M * H * L,).
+    """Return weights (R * M * H * L,): R requests, M queries each, H heads, L ring entries.
 
-    decay (R, M, L, H), overwritten; scores (R * G, M, L); D (H,).
+    decay (R, M, L, H), overwritten; scores (R * groups, M, L); D (H,).
     """
     num_rows, queries, num_entries, _ = decay.shape
     by_entry = scores.unflatten(0, (num_rows, -1)).permute(0, 2, 3, 1)
@@ -126,7 +125,7 @@ def _weights(decay: Tensor, scores: Tensor, D: Tensor) -> Tensor:
 
 
 def _of_checkpoint(ssm_state: Tensor, slot: Tensor, C: Tensor) -> Tensor:
-    """Return the products of the saved states in state slots `slot` and the queries C (R * G, M, N): (R, M, H, P)."""
+    """Return the products (R, M, H, P) of the states in `slot` and M queries C per request, (R * groups, M, N)."""
     (_, heads, channels, size), num_rows, (batch, queries, _) = ssm_state.shape, slot.shape[0], C.shape
     state = ssm_state.index_select(0, slot).to(C.dtype)
     y = torch.bmm(C, state.view(batch, -1, size).mT)

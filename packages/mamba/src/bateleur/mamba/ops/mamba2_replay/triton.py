@@ -31,7 +31,7 @@ _TILE_ENTRIES = 8192  # of a state, per program: 32 KiB in float32
 
 @triton.jit
 def _entries(old_ptr_L, new_ptr_L, place_J, token_J, old_J, new_J, real_L):
-    """Load L numbers of each of J ring entries, then those of the new tokens, then zeros: (J, L) float32."""
+    """Load a matrix (J, L) float32, L numbers per row: ring entries, then new tokens, then zeros."""
     old_JL = load_tile(old_ptr_L, place_J, old_J, real_L).to(tl.float32)
     return tl.where(new_J[:, None], load_tile(new_ptr_L, token_J, new_J, real_L).to(tl.float32), old_JL)
 
@@ -149,7 +149,7 @@ def replay_update(
     ssm_state, ring_x, ring_dt, ring_B, x, dt, A, B, C, D, dt_bias, query_start_loc, max_query_len,
     slot, ring_row, ring_start, ring_len, dt_min, dt_max,
 ):  # fmt: skip
-    """Run the Mamba-2 recurrence over 1 to 1 + K tokens per request, from saved states and rings, in one launch."""
+    """Run Mamba-2 over 1 to 1 + K tokens (K drafts) per request with saved states and rings, in one launch."""
     require_dense(1, x=x, dt=dt, B=B, C=C)
     require_dense(2, ring_dt=ring_dt)
     require_dense(3, ssm_state=ssm_state, ring_x=ring_x, ring_B=ring_B)

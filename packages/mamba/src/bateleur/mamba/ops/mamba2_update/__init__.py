@@ -27,7 +27,7 @@ def selective_state_update(
     dt_min: float,
     dt_max: float,
 ) -> Tensor:
-    """The Mamba-2 recurrence of 1 to 1 + K tokens per row (request); the state after each is written to a state slot.
+    """The Mamba-2 recurrence of 1 to 1 + K tokens (K drafts) per row (request); writes each state to a state slot.
 
     Args:
         write: (R, 1 + K) int64; the state after token i of row r is written to ssm_state[write[r, i]].

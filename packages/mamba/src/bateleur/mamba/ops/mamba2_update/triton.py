@@ -1,4 +1,4 @@
-"""The Mamba-2 recurrence of decodes, writing each state: one program per request, head and tile of channels.
+"""The Mamba-2 recurrence of decodes, writing a state per token: one program per request, head and tile of channels.
 
 A program reads its tile of the state once, and keeps it in registers for all tokens of the request. The time is that
 of reading one state and of writing one state per token.
@@ -88,7 +88,7 @@ def tile_options(head_dim: int, state_size: int) -> dict[str, Any]:
 def selective_state_update(
     ssm_state, x, dt, A, B, C, D, dt_bias, query_start_loc, max_query_len, read, write, dt_min, dt_max,
 ):  # fmt: skip
-    """Run Mamba-2 over 1 to 1 + K tokens per request. No row may write a slot that another row reads."""
+    """Run Mamba-2 over up to 1 + drafts tokens per request. No request may write a state slot that another reads."""
     require_dense(1, x=x, dt=dt, B=B, C=C)
     require_dense(3, ssm_state=ssm_state)
     num_rows, (num_tokens, heads, head_dim) = read.shape[0], x.shape

@@ -40,7 +40,7 @@ def takes(max_query_len: int, activations: Sequence[Tensor | None], exact: Seque
 
 
 def is_indexed(query_start_loc: Tensor, *slots: Tensor) -> bool:
-    """Return whether token offsets are int32 and state slots int64."""
+    """Return whether `query_start_loc` is int32 and all state slots are int64."""
     return query_start_loc.dtype == torch.int32 and all(each.dtype == torch.int64 for each in slots)
 
 

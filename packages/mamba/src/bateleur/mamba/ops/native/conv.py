@@ -1,4 +1,4 @@
-"""C forms of the causal convolution of decodes and prefills, which have the same bits. See `conv.c`."""
+"""C forms of the causal convolution; decodes and prefills give the same bits. See `conv.c`."""
 
 from functools import cache
 from pathlib import Path

@@ -1,7 +1,7 @@
-"""C forms of the replay of Mamba-2 rings (decodes) and of their fold into saved states. See `ring.c`.
+"""C forms of Mamba-2 decodes from a saved state and a ring of inputs, and of adding ring entries to saved states.
 
-The inputs of a ring are processed one by one, so outputs and states have the same bits as updates with single tokens
-(`mamba2.c`), wherever a ring starts.
+See `ring.c`. The inputs of a ring are processed one by one, so outputs and states have the same bits as updates with
+single tokens (`mamba2.c`), wherever a ring starts.
 """
 
 import ctypes

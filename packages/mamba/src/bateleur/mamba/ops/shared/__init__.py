@@ -79,7 +79,7 @@ def _in_16_bytes(x: Tensor) -> bool:
 
 
 def rows_with_slot(write: Tensor) -> Tensor | None:
-    """Return indices of the rows whose slot is not 0; None if all rows have one, and always on a GPU (not read)."""
+    """Return indices of the rows whose slot is not 0; None if all rows have one, and always on a GPU (no sync)."""
     if write.device.type != "cpu":
         return None
     rows = write.numpy().nonzero()[0]
@@ -92,7 +92,7 @@ def query_lens(query_start_loc: Tensor) -> Tensor:
 
 
 def pad_rows(query_start_loc: Tensor, max_query_len: int, num_tokens: int) -> tuple[Tensor, Tensor]:
-    """Return token indices (R, M): to read (any token after a request's end), and to write (`num_tokens` there)."""
+    """Return token indices (R, max_query_len) to read and to write: any token and `num_tokens` in the padding."""
     starts = query_start_loc.to(torch.int64)
     tokens = starts[:-1, None] + torch.arange(max_query_len, device=starts.device)
     real = tokens < starts[1:, None]
@@ -100,13 +100,13 @@ def pad_rows(query_start_loc: Tensor, max_query_len: int, num_tokens: int) -> tu
 
 
 def unpad(y: Tensor, tokens: Tensor, like: Tensor) -> Tensor:
-    """Scatter `y` (entries, ...) to the indices `tokens` (entries,) of zeros like `like`; index T drops an entry."""
+    """Scatter `y` (entries, ...) to indices `tokens` (entries,) of zeros like `like` (T, ...); index T is dropped."""
     out = like.new_zeros((like.shape[0] + 1, *like.shape[1:]))
     return out.index_copy_(0, tokens, y.to(like.dtype))[:-1]
 
 
 def convolve(inputs: Tensor, weight: Tensor, bias: Tensor | None, dim: int, *, out: Tensor | None = None) -> Tensor:
-    """Convolve inputs (..., C) along `dim`; one output for each window of W inputs."""
+    """Convolve inputs (..., C) with weight (C, W) along `dim`; one output for each window of W inputs."""
     width = weight.shape[1]
     count = inputs.shape[dim] - width + 1
     y = torch.mul(inputs.narrow(dim, 0, count), weight[:, 0].to(inputs.dtype), out=out)

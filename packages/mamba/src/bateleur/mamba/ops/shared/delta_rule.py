@@ -62,7 +62,7 @@ def by_token(x: Tensor) -> Tensor:
 
 
 class RingEntries(NamedTuple):
-    """Indices of the entries of each request's ring, newest first. On a CPU, L is the length of the fullest ring."""
+    """Indices of each request's L ring entries, newest first. L: capacity; on a CPU, length of the longest ring."""
 
     keys: Tensor
     """(R, G, L) indices in the ring of k, viewed as (ring rows * L * G, Dk)."""
@@ -73,7 +73,7 @@ class RingEntries(NamedTuple):
 
 
 def ring_entries(row: Tensor, start: Tensor, count: Tensor, capacity: int, heads: tuple[int, int]) -> RingEntries:
-    """Return the indices of the `count` (R,) entries of each request's ring; heads are (G, H)."""
+    """Return the indices of the `count` (R,) entries of each request's ring; heads: key heads, value heads."""
     ages = ring_indices(row, start, count - 1, capacity)
     keys, values = (ages.at.unsqueeze(1) * each + torch.arange(each, device=row.device).unsqueeze(1) for each in heads)
     missing = ages.missing[:, 1:].unsqueeze(1)
@@ -91,10 +91,10 @@ def take(ring: Tensor, entries: Tensor, missing: Tensor | None, dtype: torch.dty
 def decayed_keys(
     ring_k: Tensor, ring_g: Tensor, entries: RingEntries, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return two factors and a decay.
+    """Return the decayed keys of L ring entries as two factors, and the decay of the saved state.
 
-    The decayed keys of the L ring entries are the product of both factors, (R, G or H, L, Dk) and (R, H, L, 1): each
-    key times the decays of the entries after it. The decay of the saved state is (R, H, 1, 1 or Dk).
+    A decayed key is a key times the decays of later entries: the first factor (R, G or H, L, Dk) for G key or H value
+    heads, times the second (R, H, L, 1). The decay is (R, H, 1, 1), or (R, H, 1, Dk) with one per key channel.
     """
     keys, heads = take(ring_k, entries.keys, entries.missing, dtype), entries.values.shape[1]
     factor = of_heads(inverse_length(keys), heads)
@@ -107,7 +107,7 @@ def decayed_keys(
 
 
 def apply_state(state: Tensor, probes: Tensor) -> Tensor:
-    """Return the products of states (R, H, Dv, Dk) with keys and queries `probes` (R, H, 2 M, Dk): (R, H, 2 M, Dv)."""
+    """Multiply states (R, H, Dv, Dk) with keys and queries of M tokens, (R, H, 2 M, Dk), to (R, H, 2 M, Dv)."""
     flat, rows = state.flatten(0, 1), probes.flatten(0, 1)
     # For one token on a CPU, matrix times columns is twice as fast as rows times matrix if the states are not in cache.
     # For more tokens, rows times matrix is faster.
@@ -116,14 +116,14 @@ def apply_state(state: Tensor, probes: Tensor) -> Tensor:
 
 
 def corrected(y: Tensor, kq: Tensor, total: Tensor, v: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the corrected values and the outputs of a step's tokens, (R, H, M, Dv) each.
+    """Return the corrected values and the outputs of the M tokens of each request, (R, H, M, Dv) each.
 
     Solved by forward substitution, token by token, so no token depends on a later one, even if that is NaN.
 
     Args:
         y: (R, H, 2 M, Dv) products of keys and queries with the state before the step; overwritten.
         kq: (R, H, M, 2, Dk) keys and queries.
-        total: (R, H, M, 1 or Dk) running sum of g.
+        total: (R, H, M, 1 or Dk) running sum of the log decay.
         v: (R, H, M, Dv) values.
         beta: (R, H, M, 1).
     """
@@ -142,7 +142,7 @@ def corrected(y: Tensor, kq: Tensor, total: Tensor, v: Tensor, beta: Tensor) -> 
 
 
 def _own_scores(kq: Tensor, total: Tensor) -> Tensor:
-    """Return (R, H, 2 M, M) decayed products of keys and queries with the step's keys; undefined for later tokens."""
+    """Return decayed products of keys and queries with keys of M tokens, (R, H, 2 M, M); undefined for later keys."""
     keys = kq.select(3, 0)
     left = (total.unsqueeze(3) - total.unsqueeze(2)).exp_()  # (R, H, M, M, 1 or Dk)
     if left.shape[4] > 1:
@@ -157,10 +157,10 @@ def is_in_place(state: Tensor, dtype: torch.dtype) -> bool:
 
 
 def slot_range(slots: Tensor, *, any_step: bool = False) -> slice | None:
-    """Return state slots on a CPU as a range, if they are in order without gaps (or equally spaced) and none is null.
+    """Return state slots as a range if they are on a CPU, without 0 and consecutive (`any_step`: equally spaced).
 
-    A view of the range saves a copy of all states: 16 MiB for 64 rows of 256 KiB. None on other devices, which would
-    have to synchronize.
+    Otherwise None; other devices would have to synchronize. A view of the range saves a copy of all states: 16 MiB for
+    64 rows of 256 KiB.
     """
     if slots.device.type != "cpu":
         return None

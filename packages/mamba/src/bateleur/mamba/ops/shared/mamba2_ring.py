@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 class RingIndices(NamedTuple):
-    """Indices of each request's entries in the flattened rings, by age. On a CPU, L is the fullest ring's length."""
+    """Indices of each request's L ring entries, newest first. L: capacity; on a CPU, length of the longest ring."""
 
     at: Tensor
     """(R, L). Missing entries have the index of the oldest one."""
@@ -23,7 +23,7 @@ class RingIndices(NamedTuple):
 
 
 def ring_indices(row: Tensor, start: Tensor, oldest: Tensor, capacity: int) -> RingIndices:
-    """Return the indices of rings whose oldest entries have the age `oldest` (R,), the number of entries minus one."""
+    """Return the indices of all ring entries by age (newest: 0). oldest: (R,) age of the oldest entry of each ring."""
     num_entries = max(1, 1 + int(oldest.max())) if row.device.type == "cpu" else capacity
     age, oldest = torch.arange(1 + num_entries, device=row.device).roll(1), oldest.unsqueeze(1)
     at = (start.unsqueeze(1) + (oldest - age).clamp_(min=0)) % capacity + row.unsqueeze(1) * capacity
@@ -43,7 +43,7 @@ def by_group(entries: Tensor, groups: int) -> Tensor:
 
 
 def decays(ring_dt: Tensor, index: RingIndices, A: Tensor, queries: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return the decay of the saved state at each query, (R, M, H), and the weight of each entry, (R, M, L, H).
+    """Return the saved state's decay at each of M queries, (R, M, H), and weights of L ring entries, (R, M, L, H).
 
     Query m is the token of age m. A weight is the decay after the entry times the entry's step size. It is 0 for
     missing entries, and undefined for entries that are newer than the query.

@@ -97,7 +97,7 @@ def next_row(dst_R, r, row):
 
 
 def row_shares(num_rows: int, programs: int) -> int:
-    """Return the number of shares into which requests are divided, with ``programs`` programs each.
+    """Return the number of groups of requests (grid axis 1) if each group has ``programs`` programs.
 
     Most requests have no work, and a program without work takes about 1 us. 2,048 programs are eight waves on a GPU
     with two programs on each of 132 multiprocessors, which is enough to saturate memory.
@@ -107,7 +107,7 @@ def row_shares(num_rows: int, programs: int) -> int:
 
 @triton.jit
 def zero_tail(out_ptr, first, num_tokens, width, lane_L, real_L):
-    """Zero the outputs of tokens ``first`` to ``num_tokens - 1``, of no request; width: stride of tokens."""
+    """Zero the outputs of tokens from ``first`` on, which belong to no request; width: stride of tokens."""
     out_L = out_ptr + first.to(tl.int64) * width + lane_L
     for _ in range(num_tokens - first):
         tl.store(out_L, tl.zeros(lane_L.shape, out_ptr.dtype.element_ty), mask=real_L)
@@ -137,7 +137,7 @@ def precision(dtype: torch.dtype, *, state: bool = False) -> str:
 
 
 def state_tile(head_dim: int, entries: int) -> int:
-    """Return the channels of a tile: the largest power of two in [16, entries] with at most a quarter of padding."""
+    """Return a tile's channels: the largest power of two in [16, entries] that pads `head_dim` by at most a quarter."""
     rows = max(16, min(entries, int(triton.next_power_of_2(head_dim))))
     while rows > 16 and -(-head_dim // rows) * rows * 4 > head_dim * 5:
         rows //= 2

@@ -28,7 +28,7 @@ def unit(x_TK):
 
 @triton.jit
 def log_decays(a_D, a_offset_T, A, bias_D, real_T, real_D):
-    """Return the log decays (T, D) of each token; ``a_D`` and ``bias_D`` are pointers by decay."""
+    """Return the log decays (T, D) of each token; ``a_D`` and ``bias_D`` are pointers to D elements."""
     bias_D = tl.load(bias_D, mask=real_D, other=0).to(tl.float32)
     a_TD = load_tile(a_D, a_offset_T, real_T, real_D).to(tl.float32)
     return tl.where(real_T[:, None], A * softplus(a_TD + bias_D[None, :]), 0.0)

@@ -15,8 +15,8 @@ def copy_states(
     ssm_state[ssm_src].
 
     Args:
-        conv_state: (layers, slots, W - 1 + K, C), updated in place.
-        ssm_state: (layers, slots, H, P, N), updated in place; None for pure convolutions.
+        conv_state: (layers, slots, window entries, channels), updated in place.
+        ssm_state: (layers, slots, *state shape), updated in place; None for pure convolutions.
         conv_src, conv_bias, ssm_src, dst: (R,) int64. Entry i of the new window is entry i + conv_bias of the old one;
             the last conv_bias entries are unspecified. A row with dst 0 is skipped.
     """

@@ -1,6 +1,6 @@
 """Copies states between state slots: one launch for all requests and layers.
 
-Most rows have no copy, so programs skip to the rows with a destination: see `rows_of_share`.
+Most requests have no copy (`dst` is 0), so programs skip them: see `rows_of_share`.
 Legend: E entries of a conv window, C conv channels, S entries of a state, R rows (requests).
 """
 
@@ -34,7 +34,7 @@ def copy_kernel(
 ):  # fmt: skip
     """Copy conv windows and SSM states between state slots.
 
-    Grid (parts of the state + tiles of conv channels, shares of rows, layers).
+    Grid (parts of the state + tiles of conv channels, groups of requests, layers).
     Occupancy on sm_90: at least 9 blocks per SM.
     """
     part, layer = tl.program_id(0), tl.program_id(2).to(tl.int64)
@@ -77,7 +77,7 @@ def tile_options(entries: int, size: int) -> dict[str, Any]:
 
 
 def copy_states(conv_state, ssm_state, conv_src, conv_bias, ssm_src, dst):
-    """Copy states between state slots in one launch. No row may write a slot that another row reads."""
+    """Copy states between state slots in one launch. No request may write a state slot that another reads."""
     require_dense(1, conv_state=conv_state)
     layers, _, entries, channels = conv_state.shape
     size, strides = 0, (0, 0)  # no SSM states
