@@ -135,7 +135,7 @@ class FoldCache:
         return MambaMetadata(*split, plan, loc, chunks, self.chunker.chunk_size, longest, request_row)
 
     def _flush_rings(self, table: Tensor, rows: Tensor, computed: Tensor) -> None:
-        """Fold the rings of prefills that have decoded before into their saved states: a scan reads only those."""
+        """Add the rings of prefills that decoded before to their saved states, because a scan reads only these."""
         carried, one = self.states.gather(rows), torch.ones_like(rows)
         plan = plan_replay(self.layout, table, computed, one, carried.base, carried.accepted)
         filled, size = plan.ring_len > 0, self.layout.block_size
@@ -187,7 +187,7 @@ class FoldStep:
         return self._cache.mixers[index].mix(channels, gates, *layer)
 
     def commit(self, accepted: Sequence[int] | Tensor) -> Tensor:
-        """End the step: fold rings into saved states in all layers if necessary, and update the `RequestStates`.
+        """End the step: add ring entries to saved states in all layers if necessary, and update the `RequestStates`.
 
         accepted: (R,) accepted tokens of each decode, at least 1; ignored for prefills. Returns (R,) int64, the tokens
         of each request after the step. The state at each passed block boundary is in its state slot and may be added to

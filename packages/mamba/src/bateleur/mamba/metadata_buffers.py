@@ -13,7 +13,7 @@ from bateleur.mamba.spec import CacheLayout, StatePolicy
 
 @dataclass(frozen=True, slots=True)
 class MetadataBuffers:
-    """State slots and `RequestStates` rows of the requests of a step, at the maximum size or views of a smaller one."""
+    """State slots and `RequestStates` rows of a step's requests, for the maximum batch or views of fewer."""
 
     plan: SlotPlan | ReplayPlan
     """Slots that the step reads and writes."""

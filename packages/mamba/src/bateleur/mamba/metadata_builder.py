@@ -243,7 +243,7 @@ class MambaMetadataBuilder:
         return tables[0].select(1, 0)
 
     def _rows_to_flush(self, meta: MambaMetadata, common: CommonAttentionMetadata) -> Tensor | None:
-        """Return (R,) bool: decodes inside a prompt, whose next part ignores rings. None if there are none."""
+        """Return (R,) bool: decodes inside a prompt. A later prefill ignores rings, so empty theirs. None: no row."""
         flush = common.is_prefilling.numpy()[: common.num_reqs].copy()
         flush[meta.num_decodes :] = False
         if not flush.any():
@@ -253,10 +253,10 @@ class MambaMetadataBuilder:
     def _split(self, common: CommonAttentionMetadata, table: Tensor) -> tuple[int, int, PrefillChunks]:
         """Return the number of decode rows, the number of their tokens, and the chunks of the prefill rows.
 
-        Decodes are the leading rows that continue a state by at most 1 + K tokens (K drafts), and
-        trailing rows without tokens if there is no prefill row. One token over an existing state is a decode even if it
-        ends a prompt. Several tokens of a prompt are a prefill. As a decode they would count as draft tokens, and the
-        next step would start from the state after the first one.
+        Decodes are the leading rows that continue a state by at most 1 + K tokens (K drafts), and trailing rows without
+        tokens if there is no prefill row. One token over an existing state is a decode even if it ends a prompt.
+        Several tokens of a prompt are a prefill. As a decode they would count as draft tokens, and the next step would
+        start from the state after the first one.
         """
         starts, prompt = common.query_start_loc_cpu.numpy(), common.is_prefilling.numpy()
         query_lens = starts[1:] - starts[:-1]

@@ -82,7 +82,7 @@ class StatePool:
         self._place = {index: (kind, at) for kind, group in enumerate(self.groups) for at, index in enumerate(group)}
 
     def layer(self, index: int) -> tuple[Tensor, Tensor | None]:
-        """Return conv states (num_slots, taps - 1 + drafts, conv_dim) and SSM states (num_slots, *state_shape).
+        """Return a layer's conv states (num_slots, taps - 1 + drafts, conv_dim), SSM states (num_slots, *state_shape).
 
         Under FOLD the conv state is (num_slots, taps - 1, conv_dim). The SSM state of a pure convolution is None.
         """

@@ -1,5 +1,7 @@
-"""Checks that a recurrence fulfils the contract of `bateleur.mamba.Recurrence`. Its operators are
-compared with a function that processes one token."""
+"""Checks that a recurrence fulfils the contract of `bateleur.mamba.Recurrence`.
+
+Its operators are compared with a function that processes one token.
+"""
 
 from bateleur.mamba.conformance.aliases import check_aliases
 from bateleur.mamba.conformance.check import RecurrenceReport, check_recurrence

@@ -42,10 +42,10 @@ def check_recurrence(
     """Compare the operators of a recurrence with a function that processes one token.
 
     Operators are called with requests of different lengths, padded rows, padding tokens, strided views, zero states,
-    and states that are updated in place or to another slot. Unused state slots and ring entries are NaN.
-    Outputs and states are compared, and all other memory must keep its bits. Scans use several block and chunk sizes.
-    Replays (decodes from a saved state and a ring of later inputs) run until rings of every length were read and every
-    number of tokens was accepted. Folds (ring entries added to the saved state) end at the newest token, and at block
+    and states that are updated in place or to another slot. Unused state slots and ring entries are NaN. Outputs and
+    states are compared, and all other memory must keep its bits. Scans use several block and chunk sizes. Replays
+    (decodes from a saved state and a ring of later inputs) run until rings of every length were read and every number
+    of tokens was accepted. Folds (ring entries added to the saved state) end at the newest token, and at block
     boundaries inside the last accepted tokens. Finally, requests share batches under both state policies, with the real
     planners.
 
@@ -56,14 +56,14 @@ def check_recurrence(
             on the CPU, without writing to its arguments. The state of a pure convolution has the shape (0,).
         drafts: maximum number of draft tokens of a step.
         ring_capacity: entries of a ring, at least 1 + 2 * drafts.
-        tolerance: maximum of |actual - expected| / (1 + |expected|); 1e-9 in float64, 2e-4 in
-            float32, otherwise 0.05 by default.
+        tolerance: maximum of |actual - expected| / (1 + |expected|); by default 1e-9 in float64, 2e-4 in float32,
+            otherwise 0.05.
         device: device of the operators.
         seed: random seed.
         prompt_scan: kernels that scan prefills, for recurrences that have several.
 
     Raises:
-        ConformanceError: has the first violation of each part of the check.
+        ConformanceError: a check failed; it has the first violation of each part.
         ValueError: `ring_capacity` is too small.
     """
     if ring_capacity < 1 + 2 * drafts:

@@ -30,7 +30,7 @@ Commit = Callable[[Sequence[int]], Tensor]
 
 
 def check_schedule(problem: RecurrenceCase, ring_capacity: int, prompt_scan: PromptScan = PromptScan.OWN) -> None:
-    """Run random requests in mixed batches, with chunked prefills and rejected drafts; compare with each run alone."""
+    """Run random requests in mixed batches (chunked prefills, rejected drafts); compare with each request run alone."""
     spec, device = problem.spec, problem.device
     act = {"least": spec.compute_dtype}
     sizes = (spec.conv_dim, spec.conv_width)

@@ -31,9 +31,7 @@ class Tokens:
     gates: Tensors
 
     def of(self, index: Tensor, placeholder: int = 0) -> Tokens:
-        """Return the tokens `index`, followed by `placeholder` tokens of NaN, as strided views of one
-        projection.
-        """
+        """Return the tokens `index` and then `placeholder` tokens of NaN, as strided views of one projection."""
         count, device = len(index), self.channels.device
         parts = [self.channels, *(gate.flatten(1) for gate in self.gates)]
         dtype, sizes = self.channels.dtype, [part.shape[1] for part in parts]

@@ -97,7 +97,7 @@ class _Run:
         return done | self._fold(requests, [a for _, a in counts])
 
     def _counts(self, request: _Request, operations: set[str]) -> tuple[int, int]:
-        """Return numbers of tokens and accepted tokens of the request's next step, often from missing `operations`."""
+        """Choose numbers of tokens and of accepted tokens of a request's next step, mostly a case in `operations`."""
         most = min(1 + self.drafts, self.capacity - request.length)
         pairs = [(q, a) for q in range(1, 1 + most) for a in range(1, 1 + q)]
         wanted = [(q, a) for q, a in pairs if f"{a} of {q}" in operations]

@@ -67,7 +67,7 @@ def _check_chunks(
 
 
 def check_update(problem: RecurrenceCase, drafts: int) -> None:
-    """Check `update` (writes the state after each token) with one token, equal and different numbers per request."""
+    """Check `update` (writes a state per token) with one token, different and equal numbers of tokens per request."""
     width, none = 1 + drafts, [0] * (1 + drafts)
     pages = count(10)
 

@@ -16,7 +16,7 @@ from bateleur.mamba.spec import at_least
 class ShortConv(Recurrence):
     """y = conv(x), without state, gates, parameters or ring. Source: LFM2, arXiv 2511.23404.
 
-    The gates before and after the convolution belong to the layer. Rejected draft tokens are undone in the conv window.
+    The gates before and after the convolution belong to the layer. The conv window undoes rejected draft tokens.
 
     Raises ValueError as `Recurrence` does.
     """

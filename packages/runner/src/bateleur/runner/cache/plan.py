@@ -178,9 +178,7 @@ def _shortened(plan: CachePlan, limits: EngineLimits, numbers: str, *, chosen: b
 
 
 def _losses(plan: CachePlan, num_reqs: int, share: bool, rows_chosen: bool) -> list[str]:
-    """Return texts that describe what a plan lacks, compared with `num_reqs` requests and (if `share`) prefix
-    caching.
-    """
+    """Return what a plan lacks, as texts, compared with `num_reqs` requests and (if `share`) prefix caching."""
     lost, rows = [], plan.max_num_seqs
     holds = "with prefix caching, and with the keys and values of the longest request, it holds"
     if share and plan.costs.retention is None:
@@ -249,7 +247,7 @@ def _plan_shared(
 
 
 def _fill(costs: CacheCosts, limits: EngineLimits, budget_bytes: int, pages: int) -> CachePlan:
-    """Plan about `pages` cached state pages and KV blocks in the rest, at most as many as requests can use."""
+    """Plan about `pages` cached state pages, and KV blocks in the remaining memory; no more than requests can use."""
     rows = limits.max_num_seqs
     spare = budget_bytes - costs.fixed_bytes(rows)
     useful = rows * costs.pages_to_share

@@ -24,7 +24,7 @@ def conv_update_kernel(
 ):  # fmt: skip
     """Convolve the tokens of each decode, and write the conv window after them.
 
-    Grid (tiles of channels, rows + 1): the last row zeroes tokens that belong to no row.
+    Grid (tiles of channels, requests + 1): the last programs zero the tokens of no request.
     Occupancy on sm_90: at least 7 blocks per SM.
     """
     row = tl.program_id(1)

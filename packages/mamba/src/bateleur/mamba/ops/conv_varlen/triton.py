@@ -48,7 +48,7 @@ def conv_kernel(
 ):  # fmt: skip
     """Convolve the tokens of all prefills, and keep copies of their initial windows.
 
-    Grid (rows + tiles of tokens, tiles of channels): the first programs copy windows, the others compute.
+    Grid (requests + tiles of tokens, tiles of channels): the first programs copy windows, the others compute.
     Occupancy on sm_90: at least 3 blocks per SM.
     """
     c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
@@ -91,7 +91,7 @@ def window_kernel(
 ):  # fmt: skip
     """Write the conv window (last inputs) after each chunk and each request to its slot.
 
-    Grid (chunks + rows with a request conv window, tiles of channels). Occupancy on sm_90: at least 16 blocks per SM.
+    Grid (chunks + requests with own conv window, tiles of channels). Occupancy on sm_90: at least 16 blocks per SM.
     """
     unit = tl.program_id(0)
     if unit < num_chunks:

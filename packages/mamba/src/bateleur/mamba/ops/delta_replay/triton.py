@@ -69,7 +69,7 @@ def replay_kernel(
 ):  # fmt: skip
     """Compute the outputs of each decode from its saved state and ring, and append its tokens to the ring.
 
-    Grid (heads x tiles of values, rows + 1): the last row zeroes tokens that belong to no row.
+    Grid (heads x tiles of values, requests + 1): the last programs zero the tokens of no request.
     Occupancy on sm_90: at least 8 blocks per SM.
     """
     TILES: tl.constexpr = (VALUE_DIM + BLOCK_V - 1) // BLOCK_V

@@ -148,7 +148,7 @@ def delta_scan_varlen(
 def _run_tile(state: Tensor, kq: Tensor, v: Tensor, total: Tensor, beta: Tensor) -> Tensor:
     """Return the outputs (B, H, Q, Dv) of tiles of Q tokens of B requests; update state (B, H, Dv, Dk) in place.
 
-    kq (B, G, 2, Q, Dk) keys and queries; v (B, H, Q, Dv); total (B, H, Q, 1 or Dk) running sum of g; beta (B, H, Q, 1).
+    kq (B, G, 2, Q, Dk) keys and queries; v (B, H, Q, Dv); total (B, H, Q, 1 or Dk) log decay sums; beta (B, H, Q, 1).
     """
     num_rows, heads, lanes, size = state.shape
     flat, length = state.view(-1, lanes, size), kq.shape[3]

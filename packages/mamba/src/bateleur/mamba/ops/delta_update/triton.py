@@ -45,7 +45,7 @@ def update_kernel(
 ):  # fmt: skip
     """Run the recurrence over the tokens of each decode, and write the state after each token to its state slot.
 
-    Grid (heads x tiles of values, rows + 1): the last row zeroes tokens that belong to no row.
+    Grid (heads x tiles of values, requests + 1): the last programs zero the tokens of no request.
     Occupancy on sm_90: at least 7 blocks per SM.
     """
     TILES: tl.constexpr = (VALUE_DIM + BLOCK_V - 1) // BLOCK_V
@@ -96,7 +96,7 @@ def tile_options(value_dim: int, key_dim: int, decays: int) -> dict[str, Any]:
 def delta_state_update(
     state, q, k, v, a, b, A, dt_bias, query_start_loc, max_query_len, read, write, beta_scale,
 ):  # fmt: skip
-    """Run a delta rule over up to 1 + drafts tokens per request. No row may write a slot that another reads."""
+    """Run a delta rule over 1 to 1 + drafts tokens per request. No row may write a slot that another row reads."""
     require_dense(1, q=q, k=k, v=v, a=a, b=b, A=A)
     require_dense(dt_bias.dim(), dt_bias=dt_bias)
     require_dense(3, state=state)

@@ -81,7 +81,8 @@ def replay_update(
     step overwrites the others, so a rejected token never reaches a state.
 
     Args:
-        ring_x, ring_B: (ring rows, L entries, H, P) and (ring rows, L, G, N), contiguous, in the dtype of x or wider.
+        ring_x, ring_B: (ring rows, L entries, heads H, head channels P) and (ring rows, L, groups, state entries),
+            contiguous, in the dtype of x or a wider one.
         ring_dt: (ring rows, L, H) step sizes, contiguous, float32 (float64 for float64 inputs).
         slot, ring_row, ring_start, ring_len: (R,) int64. ring_len plus the row's tokens is at most L. No two rows share
             a ring row, except row 0, which is null: its rows store nothing, and their outputs are unspecified.
@@ -111,7 +112,7 @@ def replay_update(
 
 
 def _weights(decay: Tensor, scores: Tensor, D: Tensor) -> Tensor:
-    """Return weights (R * M * H * L,): R requests, M queries each, H heads, L ring entries.
+    """Return the weight of each of L ring entries for M queries of R requests and H heads, (R * M * H * L,).
 
     decay (R, M, L, H), overwritten; scores (R * groups, M, L); D (H,).
     """

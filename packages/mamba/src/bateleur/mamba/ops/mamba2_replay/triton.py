@@ -73,7 +73,7 @@ def replay_kernel(
 ):  # fmt: skip
     """Compute the outputs of each decode from its saved state and ring, and append its tokens to the ring.
 
-    Grid (heads x tiles of channels, rows + 1): the last row zeroes tokens that belong to no row.
+    Grid (heads x tiles of channels, requests + 1): the last programs zero the tokens of no request.
     Occupancy on sm_90: at least 2 blocks per SM.
     """
     TILES: tl.constexpr = (HEAD_DIM + BLOCK_P - 1) // BLOCK_P

@@ -161,7 +161,7 @@ def outputs_kernel(
 ):  # fmt: skip
     """Compute the outputs of each chunk from the state before it and its tokens, and D x.
 
-    Grid (heads x tiles of queries, chunks + 1): the last program zeroes tokens that belong to no row.
+    Grid (heads x tiles of queries, chunks + 1): the last programs zero the tokens of no request.
     Occupancy on sm_90: at least 1 block per SM.
     """
     head, tile, chunk = tl.program_id(0) // TILES, tl.program_id(0) % TILES, tl.program_id(1)

@@ -36,7 +36,7 @@ def update_kernel(
 ):  # fmt: skip
     """Run the recurrence over the tokens of each decode, and write the state after each token to its state slot.
 
-    Grid (heads x tiles of channels, rows + 1): the last row zeroes tokens that belong to no row.
+    Grid (heads x tiles of channels, requests + 1): the last programs zero the tokens of no request.
     Occupancy on sm_90: at least 8 blocks per SM.
     """
     TILES: tl.constexpr = (HEAD_DIM + BLOCK_P - 1) // BLOCK_P

@@ -92,7 +92,7 @@ def query_lens(query_start_loc: Tensor) -> Tensor:
 
 
 def pad_rows(query_start_loc: Tensor, max_query_len: int, num_tokens: int) -> tuple[Tensor, Tensor]:
-    """Return token indices (R, max_query_len) to read and to write: any token and `num_tokens` in the padding."""
+    """Return token indices (R, max_query_len) to read and to write. Padding reads any token, writes `num_tokens`."""
     starts = query_start_loc.to(torch.int64)
     tokens = starts[:-1, None] + torch.arange(max_query_len, device=starts.device)
     real = tokens < starts[1:, None]

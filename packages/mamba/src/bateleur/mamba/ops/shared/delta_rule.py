@@ -157,9 +157,9 @@ def is_in_place(state: Tensor, dtype: torch.dtype) -> bool:
 
 
 def slot_range(slots: Tensor, *, any_step: bool = False) -> slice | None:
-    """Return state slots as a range if they are on a CPU, without 0 and consecutive (`any_step`: equally spaced).
+    """Return state slots as a slice if on a CPU, without 0, and consecutive (with `any_step`: equally spaced).
 
-    Otherwise None; other devices would have to synchronize. A view of the range saves a copy of all states: 16 MiB for
+    Otherwise None; other devices would have to synchronize. A view of the slice saves a copy of all states: 16 MiB for
     64 rows of 256 KiB.
     """
     if slots.device.type != "cpu":
