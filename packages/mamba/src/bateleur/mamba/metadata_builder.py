@@ -162,7 +162,7 @@ class MambaMetadataBuilder:
         """End the step that `meta` was built for; call it before the next `build`.
 
         Updates `states` and returns a plan for the layers' states. Pass a `CopyPlan` to `StatePool.copy` and
-        a `FoldPlan` to `StatePool.fold`; None needs nothing.
+        a `FoldPlan` to `StatePool.fold`; with None there is nothing to do.
 
         Args:
             meta, common, group: result and arguments of `build`.

@@ -51,7 +51,7 @@ class TensorSpec(NamedTuple):
 
 
 class FoldBatch(NamedTuple):
-    """Ring entries to add to saved states, all (R,) int64. A row with `dst` 0 is skipped, its other fields ignored."""
+    """Entries of rings (later inputs) to add to saved states, all (requests,) int64. `dst` 0 skips a request."""
 
     ring_row: Tensor
     """Request row of the ring and of the request conv window."""
@@ -193,7 +193,7 @@ class Recurrence(ABC):
     def fold(
         self, params: Tensors, conv: Tensor, state: State, request_conv: Tensor, ring: Tensors, batch: FoldBatch
     ) -> None:
-        """Update saved states with the first `counts` entries of their rings, in several layers at once.
+        """Update saved states with the first `counts` entries of the rings of later inputs, in several layers at once.
 
         Writes state[dst] = state[src] updated with the entries, and conv[dst] = the W - 1 inputs (W taps) of
         request_conv[ring_row] from `page_offset` on. The rings are not changed.

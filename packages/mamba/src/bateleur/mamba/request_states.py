@@ -70,7 +70,7 @@ class RequestStates:
         self._null.copy_(self._neutral)
 
     def gather(self, rows: Tensor) -> RowStates:
-        """Return the values of a batch. rows: (R,) integer, request row of each batch row, 0 in padded rows."""
+        """Return the values of a batch. rows: (R,) integer, row of each request in this object; 0 for padding."""
         return RowStates(*self._states.index_select(1, rows).unbind())
 
     def scatter(

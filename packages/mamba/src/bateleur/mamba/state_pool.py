@@ -91,7 +91,7 @@ class StatePool:
         return conv[at], None if state is None else state[at]
 
     def rings(self, index: int) -> Rings | None:
-        """Return the rings of layer `index`; None under SLOTS, which has none."""
+        """Return the rings (inputs after the saved states) of layer `index`; None under SLOTS."""
         if not self._rings:
             return None
         kind, at = self._place[index]
@@ -105,7 +105,7 @@ class StatePool:
         return sum(tensor.nbytes for stack in stacks for tensor in stack if tensor is not None)
 
     def admit(self, rows: Tensor, slots: Tensor) -> None:
-        """Start requests in ring rows `rows` from the states in `slots`, (n,) int64 each; slot 0 is a zero state.
+        """Start requests, with the rings `rows`, from the states in `slots`, (n,) int64 each; slot 0 is a zero state.
 
         Copies the conv windows of the slots to the request conv windows, which a step of a single token reads. Does
         nothing under SLOTS.

@@ -19,7 +19,7 @@ _MARGIN = 3
 
 
 def broken(what: str, part: str = "") -> ConformanceError:
-    """Return the error of a check, with the text `what`. part: part of the check, empty for the current one."""
+    """Return the error of a check, with the text `what`. part: name of the part; empty if a part runs."""
     return ConformanceError("the recurrence", [Violation(part, what)])
 
 

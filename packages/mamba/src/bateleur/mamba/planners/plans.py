@@ -118,7 +118,7 @@ class ReplayPlan(RowPlan):
 
 @dataclass(frozen=True, slots=True)
 class FoldPlan(RowPlan):
-    """Ring entries to add to saved states after a step under FOLD, and inputs of the next step; all (R,) int64.
+    """Entries of rings (later inputs) to add to saved states, and inputs of the next step under FOLD; all (R,) int64.
 
     All fields are 0 in rows without tokens.
     """

@@ -189,7 +189,7 @@ def fold_plan_kernel(
     SIZE: tl.constexpr, MOST_KEPT: tl.constexpr, HAS_FLUSH: tl.constexpr, HAS_SCANNED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Compute which ring entries a step under FOLD adds to saved states. Grid (tiles of rows).
+    """Compute which entries of the rings of later inputs are added to saved states. Grid (tiles of rows).
 
     Occupancy on sm_90: at least 16 blocks per SM. MOST_KEPT: maximum number of ring entries before a step.
     """
@@ -221,7 +221,7 @@ def fold_plan_kernel(
 
 
 def plan_fold(layout, out, plan, computed, query_lens, accepted, flush, scanned):
-    """Compute which ring entries a step under FOLD adds to saved states; write them to `out`."""
+    """Compute which entries of the rings of later inputs are added to saved states, into `out`."""
     rows, options = len(query_lens), tile_options()
     fold_plan_kernel[(cdiv(rows, options["BLOCK"]),)](
         *dense(computed, query_lens, accepted, flush, scanned, plan.fold_slot, plan.ring_start, plan.ring_len),

@@ -116,7 +116,7 @@ class DeltaRule(Recurrence):
         )  # fmt: skip
 
     def update(self, params: Tensors, channels: Tensor, gates: Tensors, state: State, rows: MambaMetadata) -> Tensor:
-        """Run the delta rule over decodes under SLOTS, and write the state after each token to its state slot."""
+        """Run the delta rule over decodes, and write the state after each token to its state slot (SLOTS)."""
         plan = rows.plan
         assert state is not None
         assert isinstance(plan, SlotPlan)

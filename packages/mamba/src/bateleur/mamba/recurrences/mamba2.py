@@ -112,7 +112,7 @@ class Mamba2(Recurrence):
         )  # fmt: skip
 
     def update(self, params: Tensors, channels: Tensor, gates: Tensors, state: State, rows: MambaMetadata) -> Tensor:
-        """Run Mamba-2 over decodes under SLOTS, and write the state after each token to its state slot."""
+        """Run Mamba-2 over decodes, and write the state after each token to its state slot (SLOTS)."""
         plan = rows.plan
         assert state is not None
         assert isinstance(plan, SlotPlan)

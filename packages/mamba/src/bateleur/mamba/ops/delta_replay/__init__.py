@@ -136,7 +136,7 @@ def delta_replay_update(
 def _before_step(
     state: Tensor, slot: Tensor, probes: Tensor, ring: tuple[Tensor, Tensor, Tensor], before: RingEntries | None
 ) -> Tensor:
-    """Multiply the states before the step with the keys and queries of M tokens, (R, H, 2 M, Dk) to (R, H, 2 M, Dv)."""
+    """Multiply the states before the step with the keys and queries of M tokens, (requests, heads, 2 M, channels)."""
     (num_rows, heads, queries, size), dtype = probes.shape, probes.dtype
     of_ring = None
     if before is not None:

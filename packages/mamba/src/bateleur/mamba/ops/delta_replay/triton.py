@@ -45,14 +45,14 @@ def _store(ptr, lane, SIZE: tl.constexpr, value, there):
 
 @triton.jit
 def _unit(x_CL):
-    """Normalize a vector (C, L) of key channels to length 1, in float32."""
+    """Normalize a vector of key channels, in C lines of L channels, to length 1 in float32."""
     x_CL = x_CL.to(tl.float32)
     return x_CL * to_unit(tl.sum(x_CL * x_CL))
 
 
 @triton.jit
 def _seen(state_CVL, x_CL):
-    """Return (V,), the product of a state (C, V, L) and a vector (C, L) of key channels."""
+    """Return the product (V,) of a state (C, V, L) with a key vector (C, L), in C lines of L key channels."""
     return tl.sum(tl.sum(state_CVL * x_CL[:, None, :], 0), 1)
 
 

@@ -75,7 +75,7 @@ def _tiles(
 
 
 def _pad_chunks(chunk_start_loc: Tensor, chunk_size: int, num_tokens: int) -> tuple[Tensor, Tensor]:
-    """Return token indices (K, Q) of K chunks, padded with the chunk's first token, and a mask of real ones."""
+    """Return token indices (chunks, chunk_size), padded with the chunk's first token, and a mask of real tokens."""
     bounds = chunk_start_loc.to(torch.int64)
     lane = torch.arange(chunk_size, device=bounds.device)
     real = lane < (bounds[1:] - bounds[:-1])[:, None]
@@ -146,9 +146,9 @@ def delta_scan_varlen(
 
 
 def _run_tile(state: Tensor, kq: Tensor, v: Tensor, total: Tensor, beta: Tensor) -> Tensor:
-    """Return the outputs (B, H, Q, Dv) of tiles of Q tokens of B requests; update state (B, H, Dv, Dk) in place.
+    """Return the outputs of a tile of Q tokens of B requests and H heads; update state (B, H, Dv, Dk) in place.
 
-    kq (B, G, 2, Q, Dk) keys and queries; v (B, H, Q, Dv); total (B, H, Q, 1 or Dk) log decay sums; beta (B, H, Q, 1).
+    kq (B, key heads, 2, Q, Dk); v and result (B, H, Q, Dv); total (B, H, Q, 1 or Dk) log decay sums; beta (B, H, Q, 1).
     """
     num_rows, heads, lanes, size = state.shape
     flat, length = state.view(-1, lanes, size), kq.shape[3]
@@ -170,7 +170,7 @@ def _run_tile(state: Tensor, kq: Tensor, v: Tensor, total: Tensor, beta: Tensor)
 
 
 def _scores(kq: Tensor, total: Tensor) -> Tensor:
-    """Return decayed products of a tile's keys and queries with its keys, (B, H, 2, Q, Q); one decay per head."""
+    """Return a tile's decayed products of keys and queries with keys, (B, heads, 2, Q, Q); one decay per head."""
     num_rows, groups, _, length, _ = kq.shape
     # Mask before the exponential: above the diagonal the difference is positive, and could overflow.
     left = (total - total.mT).masked_fill_(_future(length, total.device), float("-inf")).exp_()
@@ -207,7 +207,7 @@ def _scores_by_channel(kq: Tensor, total: Tensor) -> Tensor:
 
 
 def _diagonal(scores: Tensor, size: int) -> Tensor:
-    """Return a view of the diagonal blocks: (..., Q, Q) to (..., blocks, size, size)."""
+    """Return a view of the diagonal blocks of square matrices: (..., blocks, size, size)."""
     blocks: Tensor = scores.unflatten(4, (-1, size)).unflatten(3, (-1, size))
     return blocks.diagonal(dim1=3, dim2=5).movedim(5, 3)
 

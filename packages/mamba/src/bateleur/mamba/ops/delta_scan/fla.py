@@ -145,7 +145,7 @@ def _call(
 ) -> tuple[Tensor, Tensor]:
     """Call fla-core's `kernel` with these arguments and `own`, the arguments that only this kernel takes.
 
-    States are (rows, H, Dv, Dk). Returns outputs and last states.
+    States are (requests, heads, values, keys). Returns outputs and last states.
     """
     return kernel(
         q=q[None],

@@ -82,9 +82,9 @@ def _all_have(query_start_loc: Tensor, length: int) -> bool:
 
 
 def _before(state: Tensor, read: Tensor, targets: Tensor, dtype: torch.dtype) -> tuple[Tensor, bool]:
-    """Return the initial states of the rows, (R, H, Dv, Dk), and whether they are copies.
+    """Return the initial states of the requests, in `dtype`, and whether they are copies.
 
-    They are a view of `state` if the slots are a range, and no row writes its first state where another row reads.
+    They are a view of `state` if the slots are a range, and no request writes its first state where another one reads.
     """
     run = slot_range(read) if is_in_place(state, dtype) else None
     if run is not None:

@@ -46,7 +46,7 @@ def tile_options(size: int) -> dict[str, Any]:
 
 
 def gated_rms_norm(x, z, weight, groups, eps, norm_first=False, activation="silu"):
-    """Return the gated RMS norm (T, inner) of x, in one launch, as the torch form."""
+    """Return the gated RMS norm of x (tokens, channels) in one launch; arguments as in the torch form."""
     require_gate(activation)
     require_dense(1, x=x, z=z, weight=weight)
     num_tokens, inner = x.shape

@@ -126,7 +126,7 @@ def _weights(decay: Tensor, scores: Tensor, D: Tensor) -> Tensor:
 
 
 def _of_checkpoint(ssm_state: Tensor, slot: Tensor, C: Tensor) -> Tensor:
-    """Return the products (R, M, H, P) of the states in `slot` and M queries C per request, (R * groups, M, N)."""
+    """Multiply the states in `slot` with M queries C per request, (requests * groups, M, state entries)."""
     (_, heads, channels, size), num_rows, (batch, queries, _) = ssm_state.shape, slot.shape[0], C.shape
     state = ssm_state.index_select(0, slot).to(C.dtype)
     y = torch.bmm(C, state.view(batch, -1, size).mT)

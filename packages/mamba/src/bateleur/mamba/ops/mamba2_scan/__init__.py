@@ -84,7 +84,7 @@ def ssd_scan_varlen(
 
 
 def _run_tile(state: Tensor, decay: Tensor, u: Tensor, B: Tensor, C: Tensor, lower: Tensor) -> Tensor:
-    """Return the outputs (Q, H, P) of Q tokens without D x, and update `state` (H, P, N) in place.
+    """Return the outputs (Q, H heads, P channels) of Q tokens without D x; update `state` (H, P, N) in place.
 
     decay (Q, H), u = dt * x (Q, H, P), B and C (Q, G, N), lower (at least (Q, Q)): lower triangle of ones.
     """

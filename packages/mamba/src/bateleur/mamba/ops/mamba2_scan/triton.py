@@ -35,7 +35,7 @@ def steps_kernel(
     dt_ptr, A_ptr, bias_ptr, chunk_starts_ptr, step_ptr, sum_ptr, num_tokens, dt_token, dt_min, dt_max,
     HEADS: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
-    """Compute step sizes clamp(softplus(dt + bias)) and running sums of A * step in each chunk, (H, T) each.
+    """Compute step sizes clamp(softplus(dt + bias)) and running sums of A * step in each chunk, (heads, tokens) each.
 
     Grid (chunks, tiles of heads). Occupancy on sm_90: at least 7 blocks per SM.
     """
@@ -60,7 +60,7 @@ def adds_kernel(
     HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, STATE: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Compute the contribution of each chunk's tokens to the state, (chunks, H, P, N) in float32.
+    """Compute the contribution of each chunk's tokens to the state, (chunks, *state shape) in float32.
 
     Grid (heads x tiles of channels, chunks). Weighted bfloat16 values are split into two parts, so that states keep
     float32 precision. Occupancy on sm_90: at least 3 blocks per SM.
@@ -103,7 +103,7 @@ def passes_kernel(
 ):  # fmt: skip
     """Compute the state before each chunk, and write the state after a chunk to its slot: S <- decay S + contribution.
 
-    Grid (tiles of a head's state, heads, rows); SIZE is P times N. Occupancy on sm_90: at least 25 blocks per SM.
+    Grid (tiles of a state, heads, requests); SIZE: elements of a head's state. Occupancy on sm_90: at least 25 blocks per SM.
     """
     head, row = tl.program_id(1), tl.program_id(2)
     s = tl.program_id(0) * BLOCK_S + tl.arange(0, BLOCK_S)
@@ -159,7 +159,7 @@ def outputs_kernel(
     BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Compute the outputs of each chunk from the state before it and its tokens, and D x.
+    """Compute the outputs of each chunk, from the state before it and its tokens, plus D x.
 
     Grid (heads x tiles of queries, chunks + 1): the last programs zero the tokens of no request.
     Occupancy on sm_90: at least 1 block per SM.

@@ -57,9 +57,9 @@ def selective_state_update(
 
 
 def _advance(state: Tensor, decay: Tensor, u: Tensor, B: Tensor, C: Tensor) -> Tensor:
-    """Process one token per row: update (R, H, P, N) to decay * state + u B^T in place; return state C, (R, H, P).
+    """Process one token per request: update the state to decay * state + u B^T in place, and return state C.
 
-    decay (R, H), u = dt * x (R, H, P), B and C (R, G, N).
+    With R requests, H heads: state (R, H, P, N), decay (R, H), u = dt * x (R, H, P), B and C (R, groups, N).
     """
     num_rows, heads, channels, size = state.shape
     groups = B.shape[1]

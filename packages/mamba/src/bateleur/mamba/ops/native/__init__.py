@@ -50,7 +50,7 @@ def fits(channels: int, size: int) -> bool:
 
 
 def takes_state(ssm_state: Tensor, x: Tensor, B: Tensor, C: Tensor, *by_head: Tensor) -> bool:
-    """Return whether the shapes and strides of states, x, B, C and tensors (..., H) are supported."""
+    """Return whether the shapes and strides of states, x, B, C and tensors (..., heads) are supported."""
     _, heads, channels, size = ssm_state.shape
     if (
         not fits(channels, size)

@@ -27,7 +27,7 @@ _SIGNATURES = (
 
 
 def _takes_ring(ssm_state: Tensor, ring_x: Tensor, ring_dt: Tensor, ring_B: Tensor) -> bool:
-    """Return whether shapes and strides of states (slots, H, P, N) and rings of a layer are supported."""
+    """Return whether shapes and strides of the states and rings of a layer are supported."""
     (_, heads, channels, size), (rows, capacity) = ssm_state.shape, ring_dt.shape[:2]
     rings = ring_x.is_contiguous() and ring_dt.is_contiguous() and ring_B.is_contiguous()
     rings = rings and 0 < capacity <= _MOST_ENTRIES and ring_dt.shape[2] == heads
@@ -94,7 +94,7 @@ class _FoldLayers(Struct):
 
 
 def _takes_windows(conv_state: Tensor, request_conv: Tensor, ring_dt: Tensor) -> bool:
-    """Return whether shapes and strides of conv states (layers, slots, W - 1, C) and windows are supported."""
+    """Return whether shapes and strides of conv states and of the requests' conv windows are supported."""
     lanes = conv_state.shape[3]
     dense = all(each.stride()[2:] == (lanes, 1) for each in (conv_state, request_conv))
     return dense and conv_state.dtype == request_conv.dtype and request_conv.shape[1] == ring_dt.shape[1]

@@ -45,7 +45,7 @@ def cached_on_cpu(make: Callable[..., T]) -> Callable[..., T]:
 
 
 def step_sizes(dt: Tensor, dt_bias: Tensor, limits: tuple[float, float], dtype: torch.dtype) -> Tensor:
-    """Return (T, H) step sizes clamp(softplus(dt + dt_bias), *limits)."""
+    """Return step sizes clamp(softplus(dt + dt_bias), *limits), (tokens, heads)."""
     step = F.softplus(dt.to(dtype) + dt_bias)
     return step if limits == (0.0, math.inf) else step.clamp_(*limits)
 

@@ -21,7 +21,7 @@ EPSILON = 1e-6
 
 
 def units(q: Tensor, k: Tensor, heads: int, dtype: torch.dtype) -> Tensor:
-    """Return keys and queries of all value heads, (T, H, 2, Dk), of length 1; queries are scaled by Dk ** -0.5."""
+    """Return normalized keys and queries (tokens, value heads, 2, Dk); queries are scaled by Dk ** -0.5."""
     both = torch.stack((k, q), 2).to(dtype)
     factor = inverse_length(both)
     factor.select(2, 1).mul_(k.shape[-1] ** -0.5)
@@ -29,7 +29,7 @@ def units(q: Tensor, k: Tensor, heads: int, dtype: torch.dtype) -> Tensor:
 
 
 def of_heads(x: Tensor, heads: int) -> Tensor:
-    """Repeat the G key heads in dimension 1 of `x`, so that there are `heads` value heads."""
+    """Repeat the key heads (dimension 1 of `x`), so that each of `heads` value heads has one."""
     return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1)
 
 
@@ -42,7 +42,7 @@ def inverse_length(x: Tensor) -> Tensor:
 def gates(
     a: Tensor, b: Tensor, A: Tensor, dt_bias: Tensor, beta_scale: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Return the log decay g, (T, H, 1) or (T, H, Dk), and beta, (T, H, 1), from the raw a and b."""
+    """Return log decays (tokens, heads, 1 or key channels) and beta (tokens, heads, 1) from the raw a and b."""
     g = F.softplus(a.to(dtype) + dt_bias)
     g = g.mul_(A).unsqueeze(2) if a.dim() == 2 else g.mul_(A.unsqueeze(1))
     beta = b.to(dtype).sigmoid().unsqueeze(2)
@@ -50,14 +50,16 @@ def gates(
 
 
 def by_row(x: Tensor, num_rows: int, longest: int, tokens: Tensor | None) -> Tensor:
-    """Rearrange tokens (T, H, ...) to (R, H, M, ...), by token indices (R, M); None: all rows have M tokens."""
+    """Rearrange (tokens, heads, ...) to (rows, heads, longest, ...) by the token indices (rows, longest).
+
+    tokens: None if all rows have `longest` tokens."""
     if tokens is not None:
         return x[tokens].transpose(1, 2)
     return x.unsqueeze(2) if longest == 1 else x.view(num_rows, longest, *x.shape[1:]).transpose(1, 2)
 
 
 def by_token(x: Tensor) -> Tensor:
-    """Rearrange rows (R, H, M, ...) to tokens (R * M, H, ...)."""
+    """Rearrange (rows, heads, tokens per row, ...) to (tokens, heads, ...)."""
     return x.squeeze(2) if x.shape[2] == 1 else x.transpose(1, 2).flatten(0, 1)
 
 
@@ -82,7 +84,7 @@ def ring_entries(row: Tensor, start: Tensor, count: Tensor, capacity: int, heads
 
 
 def take(ring: Tensor, entries: Tensor, missing: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Return the entries (R, heads, L, size) of rings (rows, L, heads, ...) at `entries`, zeros for missing ones."""
+    """Return the entries (requests, heads, L, size) of rings (rows, L, heads, ...); zeros for missing ones."""
     table = ring.view(ring.shape[0] * ring.shape[1] * entries.shape[1], -1)
     found: Tensor = torch.embedding(table, entries).to(dtype)
     return found if missing is None else found.masked_fill_(missing, 0)
@@ -93,8 +95,8 @@ def decayed_keys(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the decayed keys of L ring entries as two factors, and the decay of the saved state.
 
-    A decayed key is a key times the decays of later entries: the first factor (R, G or H, L, Dk) for G key or H value
-    heads, times the second (R, H, L, 1). The decay is (R, H, 1, 1), or (R, H, 1, Dk) with one per key channel.
+    A decayed key is a key times the decays of later entries: the first factor (requests, key or value heads, L, Dk)
+    times the second (requests, value heads, L, 1). The decay is (requests, value heads, 1, 1 or Dk).
     """
     keys, heads = take(ring_k, entries.keys, entries.missing, dtype), entries.values.shape[1]
     factor = of_heads(inverse_length(keys), heads)
@@ -107,7 +109,7 @@ def decayed_keys(
 
 
 def apply_state(state: Tensor, probes: Tensor) -> Tensor:
-    """Multiply states (R, H, Dv, Dk) with keys and queries of M tokens, (R, H, 2 M, Dk), to (R, H, 2 M, Dv)."""
+    """Multiply states with the keys and queries of M tokens, (requests, heads, 2 M, channels)."""
     flat, rows = state.flatten(0, 1), probes.flatten(0, 1)
     # For one token on a CPU, matrix times columns is twice as fast as rows times matrix if the states are not in cache.
     # For more tokens, rows times matrix is faster.
@@ -116,7 +118,7 @@ def apply_state(state: Tensor, probes: Tensor) -> Tensor:
 
 
 def corrected(y: Tensor, kq: Tensor, total: Tensor, v: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the corrected values and the outputs of the M tokens of each request, (R, H, M, Dv) each.
+    """Return corrected values and outputs of M tokens per request (R) and head (H), (R, H, M, Dv) each.
 
     Solved by forward substitution, token by token, so no token depends on a later one, even if that is NaN.
 
@@ -142,7 +144,7 @@ def corrected(y: Tensor, kq: Tensor, total: Tensor, v: Tensor, beta: Tensor) -> 
 
 
 def _own_scores(kq: Tensor, total: Tensor) -> Tensor:
-    """Return decayed products of keys and queries with keys of M tokens, (R, H, 2 M, M); undefined for later keys."""
+    """Return decayed products of M tokens' keys and queries with their keys, (requests, heads, 2 M, M)."""
     keys = kq.select(3, 0)
     left = (total.unsqueeze(3) - total.unsqueeze(2)).exp_()  # (R, H, M, M, 1 or Dk)
     if left.shape[4] > 1:

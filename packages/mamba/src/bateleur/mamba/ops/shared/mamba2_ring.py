@@ -31,19 +31,19 @@ def ring_indices(row: Tensor, start: Tensor, oldest: Tensor, capacity: int) -> R
 
 
 def take(ring: Tensor, at: Tensor) -> Tensor:
-    """Return the ring entries (R, L, size) at the indices `at`."""
+    """Return the ring entries at the indices `at` (requests, L), as (requests, L, size)."""
     entries: Tensor = torch.embedding(ring.view(-1, ring.shape[2:].numel()), at)
     return entries
 
 
 def by_group(entries: Tensor, groups: int) -> Tensor:
-    """Rearrange ring entries (R, L, G * size) to (R * G, L, size), by group."""
+    """Rearrange ring entries (requests, L, groups * size) to (requests * groups, L, size)."""
     grouped: Tensor = entries.unflatten(2, (groups, -1)).transpose(1, 2).flatten(0, 1)
     return grouped
 
 
 def decays(ring_dt: Tensor, index: RingIndices, A: Tensor, queries: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return the saved state's decay at each of M queries, (R, M, H), and weights of L ring entries, (R, M, L, H).
+    """Return the saved state's decay (requests, M, heads) at M queries, and weights (requests, M, L, heads) of entries.
 
     Query m is the token of age m. A weight is the decay after the entry times the entry's step size. It is 0 for
     missing entries, and undefined for entries that are newer than the query.

@@ -126,7 +126,7 @@ def require_dense(dims: int, **tensors: Tensor) -> None:
 
 
 def precision(dtype: torch.dtype, *, state: bool = False) -> str:
-    """Return the input precision of matrix products with activations of ``dtype``.
+    """Return `input_precision` of `tl.dot` for products of float32 with activations of ``dtype``.
 
     bfloat16 and float16 are exact in TF32. The other operand is ``rounded`` to 11 bits, of which outputs keep 8 or 11.
     Products that are added to a ``state`` use three TF32 products, with 22 bits.

@@ -1,6 +1,6 @@
 """Helpers of the delta-rule kernels: gates, normalized keys, products, and the triangular systems of corrected values.
 
-A head has one decay, or one per key channel. D is 1 or K, so values by decay are broadcast over keys.
+A head has one decay, or one per key channel: D is 1 or K, and D decays are broadcast over K channels.
 Legend: T tokens of a tile, K key channels of a head, V value channels of its tile, D decays of a head.
 """
 
