@@ -13,7 +13,7 @@ from bateleur.mamba.spec import CacheLayout, StatePolicy
 
 @dataclass(frozen=True, slots=True)
 class MetadataBuffers:
-    """State slots and `RequestStates` rows of a step's requests, for the maximum batch or views of fewer."""
+    """State slots and `RequestStates` row of each request of a step, with room for the maximum number of requests."""
 
     plan: SlotPlan | ReplayPlan
     """Slots that the step reads and writes."""

@@ -49,7 +49,7 @@ class PrefillChunks:
 
     @property
     def prompt_scan(self) -> PromptScan:
-        """Kernels that scan the prefills of this step, for recurrences that have several."""
+        """Which kernels run recurrences over the prefills of this step, if there are several."""
         return PromptScan.OWN if self.fla_tiles is None else PromptScan.FLA
 
     @classmethod

@@ -139,7 +139,7 @@ class Recurrence(ABC):
     @property
     @abstractmethod
     def ring_entry(self) -> tuple[TensorSpec, ...]:
-        """Tensors that a ring stores for each token under FOLD, to be added to the saved state later."""
+        """Tensors that a ring stores for each token under FOLD; a later fold updates the saved state from them."""
 
     # --- operators ------------------------------------------------------------------------------------------
 

@@ -26,7 +26,7 @@ class StatePolicy(Enum):
 
 
 class PromptScan(Enum):
-    """Kernels that scan prefills, for recurrences that have several."""
+    """Which kernels run a recurrence over prefills, if there are several."""
 
     OWN = "own"
     """Kernels of `bateleur.mamba.ops`."""

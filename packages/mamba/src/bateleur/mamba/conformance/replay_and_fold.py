@@ -1,4 +1,4 @@
-"""Checks the operators `replay` and `fold`, with rings (of inputs after the saved state) of every length."""
+"""Checks `replay` (decodes from a saved state and a ring of inputs) and `fold` (adds ring entries to the state)."""
 
 from dataclasses import dataclass, field
 from random import Random

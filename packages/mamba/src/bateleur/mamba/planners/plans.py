@@ -80,7 +80,7 @@ class SlotPlan(Plan):
 
 @dataclass(frozen=True, slots=True)
 class CopyPlan(RowPlan):
-    """State copies after a step under SLOTS (a slot per draft), at most one per row, and inputs of the next step; all
+    """State copies after a step under SLOTS (a slot per draft), at most one per row, and values for the next step; all
     (R,) int64.
 
     The first four fields are the arguments of `copy_states`: slot `dst` gets the conv window of `conv_src` without its
@@ -118,7 +118,7 @@ class ReplayPlan(RowPlan):
 
 @dataclass(frozen=True, slots=True)
 class FoldPlan(RowPlan):
-    """Entries of rings (later inputs) to add to saved states, and inputs of the next step under FOLD; all (R,) int64.
+    """Entries of rings (later inputs) to add to saved states, and values for the next step under FOLD; all (R,) int64.
 
     All fields are 0 in rows without tokens.
     """

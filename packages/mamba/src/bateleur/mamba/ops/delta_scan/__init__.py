@@ -179,7 +179,7 @@ def _scores(kq: Tensor, total: Tensor) -> Tensor:
 
 
 def _scores_by_channel(kq: Tensor, total: Tensor) -> Tensor:
-    """Return decayed products as `_scores`, with one decay per key channel: kq (B, H, 2, Q, Dk), total (B, H, Q, Dk).
+    """Return decayed products as `_scores`, with one decay per key channel: total (B, heads, Q, Dk).
 
     The tile is halved recursively. The decay from a token of the earlier half to a token of the later half is the
     product of a decay to the border and a decay from the border. Neither can overflow, and the scores are a matrix

@@ -103,7 +103,8 @@ def passes_kernel(
 ):  # fmt: skip
     """Compute the state before each chunk, and write the state after a chunk to its slot: S <- decay S + contribution.
 
-    Grid (tiles of a state, heads, requests); SIZE: elements of a head's state. Occupancy on sm_90: at least 25 blocks per SM.
+    Grid (tiles of a state, heads, requests); SIZE: elements of a head's state.
+    Occupancy on sm_90: at least 25 blocks per SM.
     """
     head, row = tl.program_id(1), tl.program_id(2)
     s = tl.program_id(0) * BLOCK_S + tl.arange(0, BLOCK_S)

@@ -34,7 +34,7 @@ def of_heads(x: Tensor, heads: int) -> Tensor:
 
 
 def inverse_length(x: Tensor) -> Tensor:
-    """Return the inverse length (..., 1) of each vector in the last dimension."""
+    """Return 1 / length of each vector (last dimension), (..., 1)."""
     length: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
     return length.square_().add_(EPSILON).rsqrt_()
 
