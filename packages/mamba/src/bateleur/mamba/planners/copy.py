@@ -29,8 +29,7 @@ def plan_copy(
     Args:
         layout, table, computed, query_lens, out: as in `plan_step`.
         num_drafts: (R,) tokens of the row after its first, if the row wrote a state after each; 0 for a prefill, which
-            wrote only its last state. The end of a prompt that runs as a step with drafts counts its other tokens here,
-            and all of them are accepted.
+            wrote only its last state. A prompt's last tokens may run like drafts that are all accepted.
         accepted: (R,) accepted tokens of the row, the first one included; clamped to [1, 1 + num_drafts], so values of
             prefills and padded rows are ignored.
         plan: result of `plan_step` for this step.

@@ -39,7 +39,7 @@ def causal_conv1d_update(
     write: Tensor,
     activation: str,
 ) -> Tensor | Unsupported:
-    """Convolve decodes in C; returns `UNSUPPORTED` also if a row writes a state slot that another row reads."""
+    """Convolve decodes in C, or return `UNSUPPORTED`, for example if a row writes a state slot that another reads."""
     room = weight.shape[1] - 2 + max_query_len  # inputs that a row writes to its slot
     floats = takes(max_query_len, (x, weight, bias, conv_state)) and fits(x, weight, conv_state, room)
     integers = is_indexed(query_start_loc, read, offset, write)
@@ -77,7 +77,7 @@ def causal_conv1d_varlen(
     request_conv_write: Tensor | None,
     activation: str,
 ) -> Tensor | Unsupported:
-    """Convolve prefills in C; returns `UNSUPPORTED` also if a row writes a state slot that another row reads."""
+    """Convolve prefills in C, or return `UNSUPPORTED`, for example if a row writes a state slot that another reads."""
     del query_start_loc
     slots, keep = [read, chunk_write], weight.shape[1] - 1
     if request_conv is not None and request_conv_write is not None:

@@ -41,7 +41,7 @@ def selective_state_update(
     dt_min: float,
     dt_max: float,
 ) -> Tensor | Unsupported:
-    """Run Mamba-2 decodes in C; returns `UNSUPPORTED` also if a row writes a state slot that another row reads."""
+    """Run Mamba-2 decodes in C, or return `UNSUPPORTED`, for example if a row writes a slot that another reads."""
     floats = takes(max_query_len, (x, dt, B, C), (ssm_state, A, D, dt_bias))
     floats = floats and takes_state(ssm_state, x, B, C, dt, A, D, dt_bias)
     integers = is_indexed(query_start_loc, read, write) and write.shape[1] >= max_query_len
@@ -86,7 +86,7 @@ def ssd_scan_varlen(
     dt_min: float,
     dt_max: float,
 ) -> Tensor | Unsupported:
-    """Run Mamba-2 prefills in C; returns `UNSUPPORTED` also if a row writes a state slot that another row reads."""
+    """Run Mamba-2 prefills in C, or return `UNSUPPORTED`, for example if a row writes a slot that another reads."""
     del query_start_loc, max_chunks_per_row, chunk_size
     floats = takes(1, (x, dt, B, C), (ssm_state, A, D, dt_bias))
     floats = floats and takes_state(ssm_state, x, B, C, dt, A, D, dt_bias)
@@ -111,7 +111,7 @@ def ssd_scan_varlen(
 def gated_rms_norm(
     x: Tensor, z: Tensor, weight: Tensor, groups: int, eps: float, norm_first: bool = False, activation: str = "silu"
 ) -> Tensor | Unsupported:
-    """Compute the gated RMS norm in C; returns `UNSUPPORTED` for arguments that it does not accept."""
+    """Compute the gated RMS norm in C, or return `UNSUPPORTED` for arguments that C does not support."""
     tokens, inner = x.shape
     fits = inner // groups <= MOST_STATE and weight.is_contiguous() and activation in ("silu", "sigmoid")
     if not fits or not takes(1, (x, z, weight)):

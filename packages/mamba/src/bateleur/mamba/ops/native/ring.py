@@ -56,7 +56,7 @@ def replay_update(
     dt_min: float,
     dt_max: float,
 ) -> Tensor | Unsupported:
-    """Run Mamba-2 decodes from saved states and rings in C; returns `UNSUPPORTED` for arguments it does not accept."""
+    """Run Mamba-2 decodes from saved states and rings in C, or return `UNSUPPORTED` for other dtypes or layouts."""
     if not x.shape[0] or not slot.shape[0]:
         return UNSUPPORTED
     floats = takes(max_query_len, (x, dt, B, C, ring_x, ring_B), (ssm_state, ring_dt, A, D, dt_bias))
@@ -115,7 +115,7 @@ def fold_ring(
     dst: Tensor,
     page_offset: Tensor,
 ) -> Unsupported | None:
-    """Add ring entries to saved states in C; returns `UNSUPPORTED` also if a row writes a slot that another reads."""
+    """Add ring entries to saved states in C, or return `UNSUPPORTED`, as when a row writes a slot that another reads."""
     places = ring_row, ring_start, count, src, dst, page_offset
     pages = ssm_state.stride()[2:] == (math.prod(ssm_state.shape[3:]), ssm_state.shape[4], 1)
     pages = pages and fits(ssm_state.shape[3], ssm_state.shape[4])

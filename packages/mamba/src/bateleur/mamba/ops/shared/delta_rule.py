@@ -64,7 +64,7 @@ def by_token(x: Tensor) -> Tensor:
 
 
 class RingEntries(NamedTuple):
-    """Indices of each request's L ring entries, newest first. L: capacity; on a CPU, length of the longest ring."""
+    """Indices of the L newest ring entries of each request. L: capacity; on a CPU, length of the longest ring."""
 
     keys: Tensor
     """(R, G, L) indices in the ring of k, viewed as (ring rows * L * G, Dk)."""

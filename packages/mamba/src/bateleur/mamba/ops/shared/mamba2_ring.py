@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 class RingIndices(NamedTuple):
-    """Indices of each request's L ring entries, newest first. L: capacity; on a CPU, length of the longest ring."""
+    """Indices of the L newest ring entries of each request. L: capacity; on a CPU, length of the longest ring."""
 
     at: Tensor
     """(R, L). Missing entries have the index of the oldest one."""
