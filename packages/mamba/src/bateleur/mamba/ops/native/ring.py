@@ -115,7 +115,7 @@ def fold_ring(
     dst: Tensor,
     page_offset: Tensor,
 ) -> Unsupported | None:
-    """Add ring entries to saved states in C, or return `UNSUPPORTED`, as when a row writes a slot that another reads."""
+    """Add ring entries to saved states in C, or return `UNSUPPORTED`, such as when a row writes what another reads."""
     places = ring_row, ring_start, count, src, dst, page_offset
     pages = ssm_state.stride()[2:] == (math.prod(ssm_state.shape[3:]), ssm_state.shape[4], 1)
     pages = pages and fits(ssm_state.shape[3], ssm_state.shape[4])
