@@ -52,8 +52,9 @@ class LogitRows:
         return owner_N, Keys(self.rows.seeds[owner_N], position_N)
 
     def column(self, accepted_R: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the logit row after the accepted drafts, the draft that it verifies, and whether there is such a
-        draft; (R,) each.
+        """Return the index of the logit row after the accepted drafts, the draft token that this row verifies, and
+        whether
+        there is one; (R,) each.
         """
         end_R1 = accepted_R.unsqueeze(1)
         token_R = pad(self.tokens, (0, 1), value=-1).gather(1, end_R1).squeeze(1)
@@ -65,7 +66,9 @@ class LogitRows:
         return (passed_RK & self.drafted).to(torch.int64).cumprod(1).sum(1)
 
     def output(self, accepted_R: Tensor, last: SampledTokens) -> RejectionOutput:
-        """Emit the accepted drafts and `last`, the sample of the row after them, unless that row is bad or missing."""
+        """Emit the accepted drafts and the sample `last` of the row after them. A request whose sample is bad (see
+        `SampledTokens`) or that has no rows gets only the drafts.
+        """
         end_R1 = accepted_R.unsqueeze(1)
         last_R = last.token_ids.masked_fill(last.bad | ~self.occupied, -1)
         drafts_RC = pad(self.tokens, (0, 1), value=-1)

@@ -89,7 +89,7 @@ def block(logits: Tensor, drafts: Drafts, rows: Rows, lanes: Lanes | None) -> Re
 
 
 def _case(logits: Tensor, drafts: Drafts, rows: Rows, rule: Rule, lanes: Lanes | None) -> _Case:
-    """Collect the inputs of the tests. Drops drafts after a bad row, a missing draft or a bad distribution."""
+    """Collect the inputs of the tests. Drops the drafts after a missing draft or a NaN in target or draft logits."""
     logit_rows, distribution = LogitRows.of(logits.shape[0], drafts, rows), drafts.distribution
     shard = None if lanes is None else lanes.shard
     best, scale = argmax(logits, shard), LogNormalizer.of(logits, shard)

@@ -17,27 +17,31 @@ class BorrowError(ValueError):
 
 
 class TargetState(Protocol):
-    """Batch and attention metadata of a captured state of the target; a `DraftContext` has them, too."""
+    """Batch and attention metadata of a step of the target: a captured state of its CUDA graphs, or a `DraftContext`."""
 
     @property
     def batch(self) -> CommonAttentionMetadata:
-        """The step as it was staged."""
+        """Batch metadata of the step in the target's input buffers."""
         ...
 
     @property
     def attention(self) -> PagedAttentionMetadata | None:
-        """Attention metadata of the draft's KV group; None for a target without attention."""
+        """Attention metadata of the KV-cache group that the draft layers use; None for a target without attention."""
         ...
 
 
 def borrow_violations(
     metadata: PagedAttentionMetadata, batch: CommonAttentionMetadata, group: int, now: int | None = None
 ) -> tuple[str, ...]:
-    """Return why a pass over the rows of `batch`, with keys in KV group `group`, cannot use `metadata`; () if it can.
+    """Return why a pass over the rows of `batch`, with keys in KV-cache group `group`, cannot use `metadata`; () if it
+    can.
 
-    Its tensors must be memory of the batch, and its host bounds those of the batch. The metadata object must be
-    frozen, so that a forward pass cannot have changed it. A replay reads the target's buffers later, so they must not
-    have been staged again: `now` is their generation. Nothing is read on the device.
+    The tensors of `metadata` must be memory of the batch, and its host bounds those of the batch. It must be a frozen
+    dataclass, so that a forward pass cannot have changed it. Nothing is read on the device.
+
+    now: number of times that the target's buffers have been staged, for a pass that reads them later (a graph replay).
+        It
+        must equal the `generation` of the batch, else the buffers hold another step.
     """
     memory = {
         "query_start_loc": batch.query_start_loc,

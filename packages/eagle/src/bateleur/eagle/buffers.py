@@ -28,7 +28,7 @@ class DraftBuffers:
     token_positions: (N,) int64, index in its sequence of the token that the row samples; never clamped, so that no
         noise key is used twice.
     tokens: (N, K) int64, the drafts so far, -1 where there is none.
-    step: () int64, the column for the next drawn token.
+    step: () int64, number of drafts in each row of `tokens` so far.
     """
 
     def __init__(self, limits: BatchLimits, num_speculative_tokens: int, device: torch.device | str) -> None:
@@ -111,7 +111,7 @@ class DraftInputs(DraftBuffers):
     def set_rows(
         self, seeds: Tensor, temperature: Tensor, block_table: Tensor, table_rows: Tensor | None = None
     ) -> None:
-        """Write seed, temperature and block ids of requests 0 .. n - 1 of the batch; the rows after them become 0.
+        """Write seed, temperature and block table of the batch's first n requests, and 0 for all rows after them.
 
         table_rows: rows of the request table, as for `DraftLogits.stage`; ignored if no logits are kept.
         """
@@ -129,7 +129,9 @@ class DraftInputs(DraftBuffers):
         self._rows = rows
 
     def hold_rows(self, seeds: Tensor, temperature: Tensor, block_table: Tensor, table_rows: Tensor) -> None:
-        """Write the values of `set_rows` inside a graph, for all its padded rows. Call `note_rows` after a replay."""
+        """Write the values of `set_rows` for all rows of a padded batch; can be captured. Call `note_rows` after a
+        replay.
+        """
         rows = len(seeds)
         if self.logits is not None:
             self.logits.stage(table_rows)
@@ -137,7 +139,7 @@ class DraftInputs(DraftBuffers):
             buffer[:rows].copy_(values[:rows])
 
     def note_rows(self, rows: int) -> None:
-        """Record that `rows` leading entries may differ from 0, so that `set_rows` clears them."""
+        """Record that a graph wrote the first `rows` entries, so that the next `set_rows` clears them."""
         self._rows = max(self._rows, rows)
 
     def poison(self) -> None:
@@ -152,8 +154,8 @@ class DraftLogits:
     Drafts are made in one step and tested in a later one. Until then their request may pause or move in the batch.
     So logits are stored by row of the engine's request table.
 
-    lines: (N * K + 1, Vd) float32, K rows of logits for each request; the last one takes logits without a request.
-    rows: (N,) int64, row of the table for each row of the batch; N in padding.
+    lines: (N * K + 1, Vd) float32: K rows of logits for each row of the request table, and a last one for padding.
+    rows: (N,) int64, row of the request table for each row of the batch; N in padding.
     """
 
     def __init__(
@@ -173,9 +175,9 @@ class DraftLogits:
         self.rows[count:] = self._shape[0]
 
     def keep(self, logits: Tensor, column: Tensor) -> None:
-        """Store the (n, Vd) logits from which the leading n requests sample draft `column`, () int64. Can be captured.
+        """Store the (n, Vd) logits from which the first n requests sample their draft of index `column`, () int64.
 
-        Logits of padding, and of a column beyond K, go to the last line of `lines`.
+        Can be captured. Logits of padding, and of an index from K on, go to the last line of `lines`.
         """
         max_rows, k, _ = self._shape
         line_n = self.rows[: len(logits)] * k + column

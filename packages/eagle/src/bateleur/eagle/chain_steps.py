@@ -91,7 +91,7 @@ class ChainSteps:
         return DraftState(batch, metadata, self._builder.signature, greedy)
 
     def _views_of(self, rows: int) -> dict[str, Any]:
-        """Return views of the leading rows of every buffer; the views are created once for each size."""
+        """Return views of the first `rows` rows of every buffer; the views are created once for each size."""
         views = self._views.get(rows)
         if views is None:
             x = self._inputs
@@ -154,7 +154,10 @@ class ChainSteps:
         table: Tensor | None = None,
         seed: int | None = None,
     ) -> StagedBatch[DraftState]:
-        """Stage the second draft pass, as if the first one had sampled token 0 everywhere, and build its metadata."""
+        """Stage the second draft pass, as if the first one had sampled token 0 everywhere, and build its metadata.
+
+        table, seed: see `stage_dummy`.
+        """
         num_rows, x = batch.num_actual_reqs, self._inputs
         stage_dummy(x, self._cache, batch, 0, table, seed)
         drawn = torch.zeros(num_rows, dtype=torch.int64, device=x.device)
@@ -200,9 +203,9 @@ def stage_dummy(
 
 
 def bound_of_drafts(batch: CommonAttentionMetadata) -> SeqLenBound:
-    """Return the host's bounds of the request lengths after the target's step, rejected tokens not counted.
+    """Return the host's bounds of the request lengths after the target's step, without rejected tokens.
 
-    A request with drafts has only an upper bound, because the number of rejected drafts is known on the device.
+    A request with drafts has only an upper bound, because only the device knows the number of rejected drafts.
     """
     rows, bound = batch.num_actual_reqs, batch.seq_len_bound
     lengths = np.diff(batch.query_start_loc_cpu.numpy()[: rows + 1])

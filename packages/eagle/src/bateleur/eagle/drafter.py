@@ -139,8 +139,9 @@ def distribution_of(drafter: Drafter | None, rule: Rule) -> Callable[[Tensor], D
     """Return a function from rows of the request table to the distribution of their drafts, for an engine that verifies
     under `rule`.
 
-    A drafter that does not declare its distribution counts as one-hot under RATIO and BLOCK. It must not read noise,
-    so its engine passes every request as greedy. Raises `ValueError` for a drafter that samples for another rule.
+    Under RATIO and BLOCK the drafts of a drafter without a declared distribution count as one-hot. They must then be a
+    function of the tokens, so the engine sets `DraftContext.temperature` to 0. Raises `ValueError` for a drafter that
+    samples for another rule.
     """
     if not isinstance(drafter, SamplingDrafter):
         distribution = Coupled() if rule is Rule.COUPLED else OneHot()

@@ -45,8 +45,8 @@ class FullProposalState:
 
 
 class FullProposal:
-    """Proposals in one graph, after steps in which all requests decode with equal query lengths. The host reads nothing
-    between passes.
+    """One graph for a whole proposal, after steps in which all requests decode with equal query lengths. The host reads
+    nothing between passes.
     """
 
     def __init__(
@@ -78,8 +78,10 @@ class FullProposal:
         self._steps.poison()
 
     def stage(self, target: TargetState, num_drafts: int, phase: Phase = Phase.RUN) -> FullProposalState:
-        """Build the metadata of the passes for `num_drafts` drafts after a step of the target; `record` stages
-        everything else. In another phase than RUN the metadata has the bounds of the longest requests.
+        """Build the metadata of all passes of a proposal of `num_drafts` drafts, after a step of the target.
+
+        The other inputs are staged by `record`. In a phase other than RUN the metadata has the bounds of the longest
+        requests.
         """
         first, batch = self._borrow(target, BuildPhase(phase.value)), target.batch
         if num_drafts < 2:

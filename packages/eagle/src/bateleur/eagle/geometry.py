@@ -162,7 +162,7 @@ def _advance(x: DraftBuffers, token: Tensor, block_table: Tensor, block_size: in
 
 
 def _clear(x: DraftBuffers, *zeroed: Tensor) -> None:
-    """Zero token ids, positions and the buffers `zeroed`, and set all slots to -1, so that a pass stores nothing."""
+    """Set token ids, positions and the buffers `zeroed` to 0, and all slots to -1, so that a pass stores nothing."""
     for each in (x.input_ids, x.positions, *zeroed):
         each.zero_()
     x.slot_mapping.fill_(PAD_SLOT)

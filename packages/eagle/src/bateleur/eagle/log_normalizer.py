@@ -44,8 +44,10 @@ class LogNormalizer(NamedTuple):
 
 
 def exact_sum(x: Tensor, bits: int = _FINEST, shard: VocabShard | None = None) -> Tensor:
-    """Sum (N, V) float32 values in [0, 1] in units of 2^-bits, and overwrite them; (N, 1) float64, over all ranks if
-    `shard` is given. Sums must stay below 8 with 60 bits, and below 2^23 with 40.
+    """Sum (N, V) float32 values in [0, 1], each truncated to a multiple of 2^-bits, and overwrite them.
+
+    Returns (N, 1) float64, over all ranks if `shard` is given. Sums must stay below 8 with 60 bits, and below 2^23 with
+    40.
     """
     sum_N1 = x.mul_(2.0**bits).sum(-1, keepdim=True, dtype=torch.int64)
     if shard is not None:

@@ -78,9 +78,7 @@ class Step(NamedTuple):
 
 @torch.no_grad()
 def sample(target: Function | CachedTarget, request: Request) -> list[int]:
-    """Decode one token at a time, without drafts. Raises `ValueError` for a target that returns a row without a
-    token.
-    """
+    """Decode one token at a time, without drafts. Raises `ValueError` for logits with a NaN, or none above -inf."""
     held, answer = _held(target), list[int]()
     seeds, temperature = _noise(request, held.device)
     for position in range(len(request.prompt), len(request.prompt) + request.num_tokens):
@@ -108,7 +106,7 @@ def speculate(
     Under COUPLED, and at temperature 0 under every rule, the tokens are those of `sample` with any drafter. The cache
     of a target must be empty.
 
-    Raises `ValueError` for a negative number, or a target that returns a row without a token.
+    Raises `ValueError` for a negative number, or logits with a NaN or none above -inf.
     """
     if num_drafts < 0:
         raise ValueError(f"num_drafts={num_drafts} must not be negative")
@@ -137,7 +135,7 @@ def speculate(
 
 
 class _Proposer:
-    """A drafter of one sequence, its noise, and the distribution of its drafts.
+    """Drafts for one sequence with a head or a guessing function, under the noise of an acceptance rule.
 
     A head runs over a cache of the tokens with target features; drafts are appended and truncated again.
     """
@@ -150,15 +148,18 @@ class _Proposer:
             self._lanes, self._attend = Lanes.of(ids, seeds.device), DenseAttend(drafter.spec)
 
     def __call__(self, tokens: list[int], features: Sequence[Tensor]) -> Drafts:
-        """Return drafts for the tokens after `tokens`. features: the target's hidden states of the tokens before the
-        last that the head has not cached.
+        """Return drafts for the tokens after `tokens`.
+
+        features: the target's hidden states of the tokens that the head has not cached; the last token has none yet.
         """
         if isinstance(self._drafter, Head):
             return self._chain(self._drafter, tokens, features)
         return self.drafts(list(self._drafter(list(tokens)))[: self._num_drafts], [])
 
     def drafts(self, ids: Sequence[int], logits: Sequence[Tensor], target_ids: Tensor | None = None) -> Drafts:
-        """Return the drafts `ids` with their distribution: from `logits`, (1, Vd) each, if they were sampled."""
+        """Return the drafts `ids` with their distribution. logits: (1, Vd) each, that they were sampled from; () for
+        none.
+        """
         tokens = torch.tensor([ids], dtype=torch.int64, device=self._seeds.device).view(1, -1)
         if self._rule is Rule.COUPLED:
             return Drafts(tokens, Coupled())

@@ -77,7 +77,10 @@ class NGramDrafter:
 
     @torch.no_grad()
     def propose(self, context: DraftContext) -> Tensor:
-        """Append the emitted tokens and return (R, K) int64 drafts; -1 in a request without a match. No host sync."""
+        """Append the emitted tokens, and return (R, K) int64 drafts for the R requests of the step. No host sync.
+
+        The drafts of a request without a match are -1.
+        """
         context.require(self.needs, self.num_speculative_tokens)
         batch, rows = context.batch, context.rows
         length_R1 = (batch.num_computed_tokens[: len(rows)] + context.num_valid + 1).unsqueeze(1)
@@ -96,8 +99,9 @@ class NGramDrafter:
         self._tokens.index_put_((rows.unsqueeze(1), at_RJ), emitted_RJ.int())
 
     def _last_occurrence(self, rows: Tensor, length_R1: Tensor, longest: int) -> tuple[Tensor, Tensor]:
-        """Return the index after the latest of the longest earlier occurrences of the last tokens, (R, 1), and whether
-        there is one. Without one the index is anywhere before the end. No text has more than `longest` tokens.
+        """Find the latest of the longest earlier occurrences of the last tokens in the text of each of R requests.
+
+        Returns the index after it, (R, 1), and whether there is one, (R, 1) bool. longest: bound of the text lengths.
         """
         most = min(self.prompt_lookup_max, longest - 1)
         back_N = torch.arange(most, device=rows.device)
@@ -117,9 +121,10 @@ class NGramDrafter:
 
 
 def _num_equal(text_RC: Tensor, suffix_RN: Tensor, counts_RC: Tensor) -> Tensor:
-    """Return (R, C) int64: how many of the request's last tokens equal the tokens of `text_RC` up to each position.
+    """Return (R, C) int64: how many of the request's last tokens equal the tokens of `text_RC` up to each of C
+    positions.
 
-    suffix_RN: the last tokens, newest first. counts_RC: positions that may match; overwritten.
+    suffix_RN: the last N tokens, newest first. counts_RC: whether a match may end at a position; overwritten.
     """
     num_equal_RC = torch.zeros_like(text_RC, dtype=torch.int64)
     for i in range(suffix_RN.shape[1]):

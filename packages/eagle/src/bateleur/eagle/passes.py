@@ -38,7 +38,7 @@ _Attention: TypeAlias = Callable[["DraftState", Tensor, Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class DraftState:
-    """Batch and metadata of a draft pass."""
+    """Batch and attention metadata of a draft pass. sign: returns the host scalars of `metadata`."""
 
     batch: CommonAttentionMetadata
     """Only sizes are read. The first pass has the target's batch, the others one token per row."""
@@ -52,7 +52,7 @@ class DraftState:
     """Work list of the pass that runs, see `AttentionBackend.build_work_list`; None between passes."""
 
     def staged(self, key: BatchExecutionDescriptor) -> StagedBatch[DraftState]:
-        """Return the state as a `StagedBatch`; a piecewise graph captures no host scalar of the metadata."""
+        """Return the state as a `StagedBatch`, with the host scalars of the metadata if `key` is a FULL graph."""
         signature = self.sign(self.metadata) if key.mode is CudaGraphMode.FULL else None
         return StagedBatch(key, self, self.batch.generation, signature)
 
@@ -89,7 +89,7 @@ class DraftPasses:
         return self._pass(execution, stage_chain, rows)
 
     def store_kv(self, execution: Execution[DraftState]) -> None:
-        """Run the head on the target's step only to store keys and values; the last layer skips the rest."""
+        """Run the head on the target's step only to store keys and values, so the last layer does no more than that."""
         self._forward(execution, self._inputs.last_index[:0], [*self._layers[:-1], self._store])
 
     def chain(self, execution: Execution[DraftState]) -> Tensor:
@@ -136,8 +136,8 @@ class DraftPasses:
         return self._head.forward(x.input_ids[:count], x.hidden[:count], x.positions[:count], attend, rows)
 
     def _num_rows(self, execution: Execution[DraftState]) -> int:
-        """Return the number of requests that get a draft. A piecewise graph does not pad requests, so it captures the
-        most that its tokens can have.
+        """Return the number of requests that get a draft: in a piecewise graph, which pads tokens only, the most
+        possible.
         """
         if execution.key is None:
             return execution.state.batch.num_actual_reqs
@@ -146,8 +146,11 @@ class DraftPasses:
         return execution.key.num_reqs
 
     def _draw(self, execution: Execution[DraftState], h_nH: Tensor) -> Tensor:
-        """Sample drafts with the noise of the acceptance rule, and keep the logits if it needs them. Returns (n,) int64
-        target ids, -1 for none. Under COUPLED the noise is that of the target at the same position of the same request.
+        """Sample drafts with the noise of the acceptance rule, and keep the logits if the rule needs them.
+
+        Returns (n,) int64 target ids, -1 for none. Under COUPLED the noise is that of the target for the same request
+        and
+        position.
         """
         logits_nV, eager = self._head.logits(h_nH), execution.key is None
         if eager and execution.state.greedy:

@@ -64,7 +64,7 @@ class DraftPolicy(Protocol):
 
 @runtime_checkable
 class UniformPolicy(DraftPolicy, Protocol):
-    """A policy that often gives all requests the same number of drafts, so that graphs of these numbers pay."""
+    """A policy that often gives all requests the same number of drafts, so that it is worth capturing graphs for it."""
 
     def draft_counts(self, max_drafts: int) -> Collection[int]:
         """Return each number of drafts that the policy may give to every request of a step, capped at `max_drafts`."""
@@ -158,7 +158,7 @@ class StepCost:
     def __init__(self, sizes: Sequence[int], seconds: Sequence[float]) -> None:
         """sizes: increasing step sizes in tokens. seconds: time of each, which must not decrease.
 
-        Raises `ValueError` for decreasing times: these are noise, and would attract a policy.
+        Raises `ValueError` for decreasing times: they are noise, and a policy would prefer the larger size.
         """
         self.sizes, self.seconds = np.array(sizes, np.int64), np.array(seconds, np.float64)
         if self.sizes.ndim != 1 or not len(self.sizes) or self.sizes.shape != self.seconds.shape:

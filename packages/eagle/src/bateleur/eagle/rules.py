@@ -98,7 +98,7 @@ class Rule(Enum):
         return Keys(seeds, positions, draft_index if self is Rule.BLOCK else 0)
 
     def require(self, distribution: DraftDistribution | type[DraftDistribution]) -> None:
-        """Raise `ValueError` unless the rule can verify drafts of this distribution; for constructors."""
+        """Raise `ValueError` unless the rule can verify drafts of this distribution."""
         kind = distribution if isinstance(distribution, type) else type(distribution)
         if kind not in (Coupled, OneHot, Logits):
             raise ValueError(f"distribution is {kind.__name__}; it must be Coupled, OneHot or Logits")

@@ -82,7 +82,7 @@ class SamplingMetadata:
         return not self.host[:, TEMPERATURE].any()
 
     def truncated(self, vocab_size: int) -> NDArray[np.int64]:
-        """Indices of rows that sample with top_k or top_p, as known on the host."""
+        """Indices of rows for which top_k or top_p may drop tokens, as known on the host."""
         top_k = self.host[:, TOP_K]
         cut = ((top_k > 0) & (top_k < vocab_size)) | (self.host[:, TOP_P] < 1)
         return np.flatnonzero(cut & (self.host[:, TEMPERATURE] > 0))

@@ -173,14 +173,14 @@ class EagleSpeculator:
 
     @property
     def _is_eager(self) -> bool:
-        """Whether passes run without graphs."""
         first, chain = self.prefill, self.decode
         graphed = (first is not None and first.ready) or (chain is not None and chain.ready)
         return not graphed
 
     def _room(self, context: DraftContext) -> Tensor | None:
-        """Return how many drafts of each request are useful, (R,) int64: those at an index below `max_model_len`, which
-        the target can compute. None if the host knows that it is K for all requests.
+        """Return how many drafts of each request have an index below `max_model_len`, (R,) int64, at most `num_drafts`.
+
+        None if the host knows that it is K for all requests.
         """
         batch, k, limit = context.batch, self.num_speculative_tokens, self.steps.max_seq_len
         if context.num_drafts == k and batch.seq_len_bound.max() + 1 + k <= limit:
@@ -290,7 +290,9 @@ class EagleSpeculator:
         return self._borrow(target, phase=phase)
 
     def _adopt(self, target: TargetState, phase: Phase, seed: int | None) -> DraftState:
-        """Stage a dummy step (random with `seed`) into the drafter's buffers; return the state of its first pass."""
+        """Stage a dummy step, with random contents if `seed` is given, in the drafter's buffers; return its first
+        pass's state.
+        """
         stage_dummy(self.inputs, self._cache, target.batch, self._cache.group, seed=seed)
         return self._borrow(target, phase=BuildPhase(phase.value))
 

@@ -118,7 +118,6 @@ class _Check:
             self.violations.append(Violation(letter, text))
 
     def check(self) -> None:
-        """Run all comparisons of the check."""
         base = self.run(_JOBS, plain=True)
         for job in _JOBS:
             self.compare(base, self.run((replace(job, start=0),)), "B", "when it is alone")
@@ -127,7 +126,9 @@ class _Check:
         self.compare(base, self.run(_JOBS, asked=(None, 0, 1, None, 0)), "K", "after steps with fewer drafts")
 
     def watched(self, drafter: Drafter, vocab_size: int, *, reads: bool) -> Any:
-        """Wrap a drafter: proposals are checked, and invalid entries removed. reads: it may wait for the device."""
+        """Return a drafter that checks each proposal and removes invalid entries. reads: whether it may wait for the
+        device.
+        """
 
         def propose(context: DraftContext) -> Tensor:
             shown = dict(_tensors(context))
@@ -147,7 +148,9 @@ class _Check:
         )
 
     def sound(self, proposal: Any, shape: tuple[int, int], num_drafts: int, vocab_size: int) -> Tensor:
-        """Check a proposal; return it without entries that an engine cannot use."""
+        """Check the shape, dtype and ids of a proposal; return it with -1 in place of entries that an engine cannot
+        use.
+        """
         if not isinstance(proposal, Tensor) or proposal.shape != shape or proposal.dtype != torch.int64:
             is_tensor = isinstance(proposal, Tensor)
             found = f"{proposal.dtype} {tuple(proposal.shape)}" if is_tensor else type(proposal)
@@ -164,7 +167,10 @@ class _Check:
         return sound
 
     def compare(self, base: _Seen, other: _Seen, letter: str, when: str) -> None:
-        """Check that two runs have equal tokens, and equal drafts after equal tokens wherever both requested drafts."""
+        """Check that two runs have equal tokens, and equal drafts after equal tokens wherever both requested drafts.
+
+        letter, when: class and circumstances of a difference in drafts, for its message.
+        """
         for place in sorted(base.drafts.keys() & other.drafts.keys()):
             first, second = base.drafts[place], other.drafts[place]
             known = min(len(first), len(second))

@@ -155,7 +155,11 @@ class ToyEngine:
     def _verify(
         self, chosen: list[ToyRequest], fed: list[list[int]], state: ToyState, outputs: tuple[Tensor, ...], asked: int
     ) -> DraftContext:
-        """Accept drafts that equal the target's own samples, and update the requests. Returns the drafter's context."""
+        """Accept drafts that equal the target's own samples, and update the requests. Returns the drafter's context.
+
+        fed: input tokens of each request. outputs: hidden states of the target. asked: number of drafts to propose
+            next.
+        """
         assert self.drafter is not None
         k, logits, start = self.drafter.num_speculative_tokens, self.target.logits(outputs[-1]).cpu(), 0
         next_token, num_valid, emitted = [], [], []

@@ -26,7 +26,7 @@ class Eagle1Head(BaseHead):
     def forward(
         self, ids: Tensor, hidden: Tensor, positions: Tensor, attend: Attend, rows: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Run one draft pass: return the input of `logits` and the hidden state of the next pass, (T, H) or (R, H)."""
+        """Run one draft pass; arguments and results as in `Head.forward`."""
         rotary = self.rotary(positions)
         h_TH = self.fc(torch.cat((self.vocabulary.embed(ids), hidden), -1))
         for layer in self.layers[:-1]:

@@ -36,7 +36,10 @@ class FirstLayer:
     def __call__(
         self, token_TH: Tensor, g_TH: Tensor, rotary: Rotation | None, attend: Attend, rows: Tensor | None
     ) -> Tensor:
-        """Return the layer's output (T, H), or (R, H) for the tokens `rows` only."""
+        """Return the layer's output for T tokens, (T, H) with hidden size H; (R, H) if `rows` selects R of them.
+
+        token: token embeddings. g: hidden states, see the module. rotary: None without rotary embedding.
+        """
         normed_TH = self.hidden_norm(g_TH)
         residual_TH = normed_TH if self._norm_before_residual else g_TH
         x_TX = torch.cat((self.token_norm(token_TH), normed_TH), -1)
@@ -64,7 +67,10 @@ class Eagle3Head(BaseHead):
         self.norm = RMSNorm(weights, "norm", size, spec.norm_eps)
 
     def fuse(self, features: Sequence[Tensor]) -> Tensor:
-        """Fuse the target's hidden states to (T, H). A head without taps takes the final hidden state unchanged."""
+        """Return the hidden input of the first pass, (tokens, hidden size), fused from the target's states at the taps.
+
+        A head without taps takes the target's final hidden state unchanged.
+        """
         if self.fc is None:
             return super().fuse(features)
         taps = [tap.to(self._dtype) for tap in features]
@@ -76,7 +82,7 @@ class Eagle3Head(BaseHead):
     def forward(
         self, ids: Tensor, hidden: Tensor, positions: Tensor, attend: Attend, rows: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Run one draft pass: return the input of `logits` and the hidden state of the next pass, (T, H) or (R, H)."""
+        """Run one draft pass; arguments and results as in `Head.forward`."""
         rotary, last = self.rotary(positions), len(self.others)
         h_TH = self.first(self.vocabulary.embed(ids), hidden, rotary, attend, None if last else rows)
         for index, layer in enumerate(self.others, 1):

@@ -26,7 +26,7 @@ class Fields:
         return self._values.get(name)
 
     def size(self, name: str, default: int | None = None) -> int:
-        """Return an integer field. Raises ValueError unless it is in [1, 2^24], or a higher limit for some names."""
+        """Return an integer field. Raises ValueError unless it is in [1, 2^24]; a few fields have another upper limit."""
         value, most = self._values.get(name, default), _MOST.get(name, 1 << 24)
         if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
             raise ValueError(f"{name} is {value!r}; it must be a whole number in [1, {most}]")
@@ -91,7 +91,7 @@ class Fields:
         return taps
 
     def head_dim(self) -> int:
-        """Return the size of an attention head: `head_dim`, or an even share of the hidden size."""
+        """Return the size of an attention head: `head_dim`, or the hidden size divided by the number of heads."""
         if "head_dim" in self._values:
             return self.size("head_dim")
         hidden, heads = self.size("hidden_size"), self.size("num_attention_heads")

@@ -1,7 +1,7 @@
 """Building blocks of draft heads: norm, rotary embedding, attention branch, MLP branch. No cache, no state.
 
-Legend for shapes: T tokens, X width of the input, H hidden size, Hq/Hk query and key heads, D head size, P rotated
-pairs of dimensions, F intermediate size.
+Legend for shapes: T tokens, R tokens whose output is wanted (`rows`), X width of the input, H hidden size, Hq/Hk query
+and key heads, D head size, P rotated pairs of dimensions, F intermediate size, Vd draft vocabulary.
 """
 
 from __future__ import annotations
@@ -57,7 +57,11 @@ class Rotary:
         return self._table
 
     def at(self, positions_T: Tensor) -> Rotation:
-        """Cosine and signed sine of both halves, (T, 1, 2P) each. Angles are float32, whatever the dtype."""
+        """Return cosine and signed sine at these positions, (T, 1, 2P) each: P values for each half of the rotated
+        dimensions.
+
+        Angles are float32, whatever the dtype.
+        """
         if self._table is None:
             return self._turn(positions_T)
         cos, sin = self._table
@@ -71,7 +75,7 @@ class Rotary:
 
 
 def rotate(x_TAD: Tensor, cos_T1R: Tensor, sin_T1R: Tensor) -> Tensor:
-    """Rotate the first R dimensions of every head, dimension i with i + R / 2; the others are unchanged."""
+    """Rotate the first R dimensions of every head, in pairs (i, i + R / 2); the others are unchanged."""
     lanes = cos_T1R.shape[-1]
     shard = x_TAD[..., :lanes]
     turned = torch.addcmul(shard * cos_T1R, shard.roll(lanes // 2, -1), sin_T1R)
@@ -141,14 +145,16 @@ class DecoderLayer:
         self.mlp = Mlp(spec, weights, f"{name}.mlp")
 
     def __call__(self, h_TH: Tensor, rotary: Rotation | None, attend: Attend, rows: Tensor | None = None) -> Tensor:
-        """Return the layer's output (T, H), or (R, H) for the tokens `rows` only."""
+        """Return the layer's output (T, H); only (R, H) if `rows` selects R tokens."""
         x_TH = h_TH if self.input_norm is None else self.input_norm(h_TH)
         return self.branches(h_TH, x_TH, rotary, attend, rows)
 
     def branches(
         self, h_TH: Tensor, x_TX: Tensor, rotary: Rotation | None, attend: Attend, rows: Tensor | None
     ) -> Tensor:
-        """Return the layer's output (T, H), or (R, H) for the tokens `rows`. h: residual, x: input of the attention."""
+        """Return the layer's output (T, H), or (R, H) for `rows`. h: residual stream. x: normalised input of the
+        attention.
+        """
         h_TH = only(h_TH + self.attention(x_TX, rotary, attend), rows)
         return h_TH + self.mlp(self.mlp_norm(h_TH))
 
@@ -171,9 +177,12 @@ class Vocabulary:
         embed: Callable[[Tensor], Tensor] | None = None,
         shard: VocabShard | None = None,
     ) -> None:
-        """output: function that multiplies with the output matrix (Vd, H) of `output_dtype`. dtype: dtype of the head.
-        embed, shard: for a vocabulary-parallel target, its embedding function if that is used, and the shard of its
-        logits.
+        """embedding: embedding matrix. output: function that multiplies with the output matrix (Vd, H) of
+        `output_dtype`.
+        dtype: dtype of the head.
+
+        With a vocabulary-parallel target, embed is the target's embedding function, if the head uses it in place of
+        `embedding`, and shard the vocabulary shard of the logits. Both are None otherwise.
         """
         self.embedding, self.shard = embedding, shard
         self.whole = embed is None and shard is None

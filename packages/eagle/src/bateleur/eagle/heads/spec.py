@@ -32,9 +32,12 @@ Project = Callable[[Tensor, Tensor | None], Callable[[Tensor], Tensor]]
 
 @dataclass(frozen=True, slots=True)
 class CProduct:
-    """The product x W^T + b as a C function ``(x, tokens, stride of x, columns, W, b or NULL, y, rows, threads)`` of
-    float32 addresses, int64 and an int. The function defines the layout of W. It returns 0, or another int64 if it
-    is out of memory.
+    """The product y = x W^T + b as a C function, for callers in C.
+
+    Its arguments are the addresses of x (float32), W, b (or NULL) and y with sizes between them: ``(x, tokens, stride
+    of
+    x, columns, W, b, y, rows, threads)``; sizes are int64, threads an int. It defines the layout of W. It returns 0, or
+    another int64 if it is out of memory.
     """
 
     address: int
@@ -118,7 +121,7 @@ class Rope:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadSpec:
-    """Sizes and options of a draft head. It is complete: nothing is inferred later."""
+    """Sizes and options of a draft head, with all defaults resolved."""
 
     kind: Kind
     hidden_size: int
@@ -211,7 +214,7 @@ class Head(Protocol):
 
 @runtime_checkable
 class SharedHead(Head, Protocol):
-    """A head whose logits cover only the vocabulary shard `shard`, or the whole vocabulary if it is None."""
+    """A head whose logits may cover only a shard of the vocabulary. shard: None for the whole vocabulary."""
 
     shard: VocabShard | None
 

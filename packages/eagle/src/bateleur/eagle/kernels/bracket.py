@@ -1,10 +1,13 @@
 """Brackets (intervals) that probably contain the top_k and top_p thresholds of a logit row, estimated from a sample of
 its tokens.
 
-Tokens are sampled evenly over the ids. The number or probability mass of all tokens below a key is estimated from the
-samples below it. A bracket extends 4 standard errors of that estimate to both sides, so it misses the threshold in 6 of
-100,000 rows. It holds at most 4.5 % of the tokens, whatever their values are, and about 16 samples under a small top_k.
-A bracket is only a hint: `truncation_thresholds` is exact with any bracket.
+Tokens are sampled evenly over the ids. The number or probability mass of all tokens below a sort key (see `sort_keys`)
+is estimated from the samples below it. A bracket extends 4 standard errors of that estimate to both sides, so it misses
+the threshold in 6 of 100,000 rows. It holds at most 4.5 % of the tokens, whatever their values are, and about 16
+samples under a small top_k. A bracket is only a hint: `truncation_thresholds` is exact with any bracket.
+
+Parameters: floor and ceiling are the lowest and highest sort key that min_p keeps. room is the largest number of
+samples in a bracket. MASS weighs a token with its probability mass, else with 1. KIND: see `penalties_of`.
 
 Legend for shapes: S samples of a row, T tiles of a row.
 """
@@ -30,10 +33,12 @@ _CLOSE = tl.constexpr(4)  # samples between two keys that are close enough
 def bisect(
     key_S, mass_S, tail, errors, num_above, low, high, MASS: tl.constexpr, SAMPLES: tl.constexpr
 ):  # fmt: skip
-    """Bisect [low, high] to two close keys; return each with the number of samples not below it.
+    """Bisect between the sort keys `low` and `high`, to two close keys. Returns low, number of samples at or above it,
+    high,
+    and the same number for high.
 
-    The number or mass of the samples below `low`, plus `errors` standard errors, is at most `tail`, and at least
-    `num_above` samples are not below it. At `high` this does not hold.
+    A key counts as low if at least `num_above` samples are at or above it, and the weight of the samples below it, plus
+    `errors` standard errors, is at most `tail`.
     """
     num_low, num_high = tl.sum((key_S >= low).to(tl.int32), 0), tl.zeros([], tl.int32)
     while (num_low - num_high > _CLOSE) & (high - low > 1):
@@ -54,7 +59,7 @@ def bisect(
 
 @triton.jit
 def bracket_of(key_S, mass_S, tail, floor, ceiling, room, MASS: tl.constexpr, SAMPLES: tl.constexpr):
-    """Return both ends of a bracket (interval) of the key below which the number or mass of the samples is `tail`.
+    """Return both ends of a bracket of the sort key below which the samples have the weight `tail`.
 
     The high end is the ceiling if at most `room` samples are above the low end.
     """
@@ -76,8 +81,9 @@ def sample_brackets(
 ):  # fmt: skip
     """Estimate the brackets of a row's top_k and top_p thresholds; returns low_k, high_k, low_p, high_p.
 
-    total: mass of the row, in units of the mass of its best token. Without top_k its bracket is empty and ends at the
-        floor, so that all tokens not below the floor count as above the bracket.
+    best: largest logit over the temperature. total: mass of the row, in units of the mass of its best token. Without
+        top_k
+    its bracket is empty and ends below the floor, so that all kept tokens count as above the bracket.
     """
     sample_S = tl.arange(0, SAMPLES)
     lane_S = sample_S * (size // SAMPLES) + sample_S * (size % SAMPLES) // SAMPLES
@@ -104,10 +110,10 @@ def bracket_kernel(
     values_ptr, owners_ptr, counts_ptr, prompts_ptr, before_ptr, num_before,
     KIND: tl.constexpr, SAMPLES: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
-    """Estimate each row's brackets and largest logit over the temperature, which is NaN for a row with a NaN. Grid
-    (rows).
+    """Estimate each row's brackets. Also finds its largest logit over the temperature, which is NaN for a row with a
+    NaN.
 
-    Occupancy on sm_90: at least 1 block per SM. Also sets the sums above brackets and the number of candidates to 0.
+    Grid (rows). Occupancy on sm_90: at least 1 block per SM. Sets the row's sums and its number of candidates to 0.
     """
     row = tl.program_id(0).to(tl.int64)
     temperature, log_min_p, top_k, top_p, truncates = metadata_of(sampling_ptr, row, size)

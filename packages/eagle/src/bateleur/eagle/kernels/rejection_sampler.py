@@ -1,9 +1,9 @@
 """The rule COUPLED in one pass over the logits: noise, argmax and NaN flag of every logit row, then the output of
 every request.
 
-A token can only win if an upper bound of its perturbed logit exceeds the best so far. The bound needs no logarithm,
-so the two logarithms of the noise are computed for a few tiles of a row only. The result does not depend on tiles or
-splits.
+A program computes the noise of a tile only if an upper bound of its perturbed logits exceeds the best one so far. The
+bound needs no logarithm, so the two logarithms of the noise are computed for a few tiles of a row only. The result does
+not depend on tiles or splits.
 """
 
 from __future__ import annotations
@@ -37,14 +37,16 @@ def fmix64(x):
 
 @triton.jit
 def row_words(seed, position):
-    """Return low and high word of the noise key (seed, position); position may be packed with more by `noise.names`."""
+    """Return low and high word of the hashed noise key; `position` may be the packed number of
+    `bateleur.eagle.noise.names`.
+    """
     row = fmix64(fmix64(seed.to(tl.uint64, bitcast=True) + 0x9E3779B97F4A7C15) ^ position.to(tl.uint64, bitcast=True))
     return row.to(tl.uint32), (row >> 32).to(tl.uint32)
 
 
 @triton.jit
 def uniform(word_L, low, high):
-    """Return uniform numbers of hashed token ids, with the bits of `bateleur.eagle.noise`."""
+    """Return the uniform numbers of hashed token ids in a row with key words low and high, as `bateleur.eagle.noise`."""
     x_L = ((word_L.to(tl.uint32, bitcast=True) ^ low) * 0x7FEB352D) ^ high
     x_L = (x_L ^ (x_L >> 15)) * 0x846CA68B
     x_L = (x_L ^ (x_L >> 16)) * 0x2C1B3C6D
@@ -80,9 +82,9 @@ def draw_kernel(
 
     Grid (requests, logit rows of a request, shares of a row).
 
-    LAW: logits are divided by their row's temperature here. TRUNCATION: logits below the row's threshold
-    (`least_ptr`, `last_ptr`) are left out. SINGLE: every request has one row, and there are no starts. KIND: kind of
-    penalties, see `penalties_of`.
+    LAW: divide logits by their row's temperature. TRUNCATION: leave out logits below the row's threshold (`least_ptr`,
+    `last_ptr`). SINGLE: every request has one row, and `starts_ptr` is not read. KIND: kind of penalties, see
+    `penalties_of`.
 
     Occupancy on sm_90: at least 24 blocks per SM.
     """
@@ -136,10 +138,12 @@ def emit_kernel(
     best_ptr, token_ptr, starts_ptr, drafts_ptr, out_ptr, emitted_ptr, bad_ptr, drafts_row, num_drafts, shares,
     BLOCK_C: tl.constexpr, BLOCK_S: tl.constexpr, SINGLE: tl.constexpr,
 ):  # fmt: skip
-    """Combine the shares of each logit row, compare samples with drafts, and emit up to the first that differs.
+    """Combine the maxima of the shares of each logit row, and emit each request's samples up to the first that differs
+    from
+    its draft.
 
     Grid (requests). Occupancy on sm_90: at least 4 blocks per SM.
-    SINGLE: every request has one row and no draft, and a bad one gets token 0.
+    SINGLE: every request has one row and no draft, and a row with a NaN gets token 0.
     """
     request = tl.program_id(0).to(tl.int64)
     place_C, share_S = tl.arange(0, BLOCK_C), tl.arange(0, BLOCK_S)
@@ -186,8 +190,7 @@ def _block(size: int) -> int:
 
 
 def emit_options(rows_per_request: int, size: int) -> dict[str, Any]:
-    """Return launch options of `emit_kernel` for rows of `size` tokens. A batch of one row
-    has the most shares a row; the options fit that, so that one kernel serves any number of rows.
+    """Return launch options of `emit_kernel` for rows of `size` tokens, whatever their number.
 
     rows_per_request: most logit rows of a request.
     """
@@ -206,9 +209,11 @@ def coupled(
     greedy: bool = False,
     metadata: SamplingMetadata | None = None,
 ) -> RejectionOutput:
-    """Verify drafts under the rule COUPLED, as `bateleur.eagle.verify`. Logits are contiguous in their last dimension,
-    float32 or narrower, with at least one row. Greedy rows are detected on the device. Two launches, and the four of
-    `truncation_thresholds` before them if rows truncate.
+    """Verify drafts under the rule COUPLED, as `bateleur.eagle.verify`.
+
+    Logits are contiguous in their last dimension, float32 or narrower, with at least one row. Greedy rows are detected
+    on
+    the device. Two launches, and the four of `truncation_thresholds` before them if rows truncate.
     """
     return _launch(logits, drafts.tokens.contiguous(), rows, lanes, metadata)
 

@@ -3,6 +3,8 @@
 The key of a token is an int64. Its upper bits are the logit over the temperature, as an integer of the same order.
 Its lower 24 bits are the id, counted from the end. So all keys of a row differ, and of equal logits the lowest id has
 the largest key.
+
+Legend: L token ids (`lane_L`) of a tile. KIND: kind of penalties, see `penalties_of`.
 """
 
 import triton
@@ -71,7 +73,9 @@ def mass_of(x, best):
 
 @triton.jit
 def metadata_of(sampling_ptr, row, size):
-    """Load temperature, log_min_p, top_k (size: all) and top_p of a row, and whether they may drop a token."""
+    """Load temperature, log_min_p, top_k (`size` if all are kept) and top_p of a row, and whether they may drop a
+    token.
+    """
     temperature, log_min_p = tl.load(sampling_ptr + row * 4), tl.load(sampling_ptr + row * 4 + 1)
     top_k, top_p = tl.load(sampling_ptr + row * 4 + 2).to(tl.int64), tl.load(sampling_ptr + row * 4 + 3)
     top_k = tl.where((top_k <= 0) | (top_k > size), size, top_k).to(tl.int64)

@@ -132,7 +132,7 @@ def collect_kernel(
 
 @triton.jit
 def read_keys(source, start, BLOCK: tl.constexpr, KIND: tl.constexpr):
-    """Load BLOCK sort keys from index `start` of the candidates, or of the row; beyond the end the key of -inf."""
+    """Load BLOCK sort keys from index `start` of a source (candidates or logit row); the key of -inf beyond its end."""
     listed, num, candidates_ptr, row_of = source
     at_L = start + tl.arange(0, BLOCK)
     if listed:
@@ -150,7 +150,9 @@ def read_keys(source, start, BLOCK: tl.constexpr, KIND: tl.constexpr):
 
 @triton.jit
 def weigh(source, best, low, high, BLOCK: tl.constexpr, KIND: tl.constexpr):
-    """Return the total mass of the tokens with sort keys in [low, high], int64, and the largest of these keys."""
+    """Return the total mass of the tokens of a source with sort keys in [low, high], int64, and the largest of these
+    keys.
+    """
     mass_L, largest_L = tl.zeros([BLOCK], tl.int64), tl.full([BLOCK], NO_KEY, tl.int64)
     for start in range(0, source[1], BLOCK):
         key_L = read_keys(source, start, BLOCK, KIND)
@@ -197,7 +199,9 @@ def select(
 
 @triton.jit
 def ends_of(brackets_ptr, LOW: tl.constexpr, given, floor, ceiling):
-    """Return the ends of a bracket from columns LOW and LOW + 1; without `given` the whole range, floor to ceiling."""
+    """Return the ends of a bracket, columns LOW and LOW + 1 of a row of brackets; floor and ceiling if `given` is
+    False.
+    """
     low, high = tl.load(brackets_ptr + LOW), tl.load(brackets_ptr + LOW + 1)
     return tl.where(given, low, floor), tl.where(given, high, ceiling)
 

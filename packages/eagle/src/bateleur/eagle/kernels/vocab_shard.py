@@ -26,7 +26,7 @@ def histogram_kernel(
     scaled_ptr, mass_ptr, start_ptr, out_ptr, scaled_row, mass_row, size, share, shift,
     MASS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Add the weight of every token (1, or its mass) to the sum of its digit's value, for one digit of the logits.
+    """Make a histogram of each row over one 8-bit digit of the logits: sum the weights (1, or mass) of tokens by digit.
 
     Grid (rows, splits). Occupancy on sm_90: at least 9 blocks per SM. `out` must be zeros.
     """
@@ -51,7 +51,7 @@ def last_tie_kernel(
 ):  # fmt: skip
     """Find the index of the last kept token equal to the threshold (a tie) in each row.
 
-    The index is -1 if no tie is kept, and the number of columns if all are. Such rows are not read.
+    The index is -1 if no tie is kept, and `size` if all are. Such rows are not read.
     Grid (rows). Occupancy on sm_90: at least 5 blocks per SM.
     """
     row = tl.program_id(0).to(tl.int64)
@@ -85,7 +85,7 @@ def last_tie_options(size: int) -> dict[str, Any]:
 
 
 def histogram_rows(scaled: Tensor, mass: Tensor | None, start: Tensor, shift: int) -> Tensor:
-    """Return the weight of each digit in each row, (N, D) int64, in two launches, one of which fills with zeros."""
+    """Return the histogram (N, 256) int64 of `shard_truncation._histogram`, in two launches, one of which writes zeros."""
     num_rows, size = scaled.shape
     out = torch.zeros(num_rows, _DIGITS.value, dtype=torch.int64, device=scaled.device)
     options, share = histogram_options(size, num_rows)
@@ -98,7 +98,7 @@ def histogram_rows(scaled: Tensor, mass: Tensor | None, start: Tensor, shift: in
 
 
 def last_tie_rows(scaled: Tensor, least: Tensor, kept: Tensor, own: Tensor) -> Tensor:
-    """Return the index of the last kept token equal to the threshold of each row, (N,) int32, in one launch."""
+    """Return the last kept tie (N,) int32 of each row in one launch, see `shard_truncation._last_tie`."""
     num_rows, size = scaled.shape
     last = torch.empty(num_rows, dtype=torch.int32, device=scaled.device)
     last_tie_kernel[(num_rows,)](
@@ -116,7 +116,10 @@ def perturbed_max_rows(
     seeds: Tensor,
     name: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Return the largest perturbed logit of each row in the shard, (N,) float32, and its index, (N,) int64."""
+    """Return the largest perturbed logit of each row in the shard, (N,) float32, and its index, (N,) int64.
+
+    Arguments as of `shard_sampling._perturbed_max`.
+    """
     num_rows, size = logits.shape
     of_penalties, kind = arguments(None, logits)
     options, share = tile_options(size, num_rows)

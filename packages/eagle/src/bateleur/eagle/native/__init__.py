@@ -20,8 +20,9 @@ def takes(logits: Tensor) -> bool:
 
 
 def draw_rows(logits: Tensor, values: Tensor, words: Tensor, seeds: Tensor, names: Tensor) -> tuple[Tensor, Tensor]:
-    """Sample N rows: token ids (N,) int64, -2 in a row that C cannot decide without its full processed logits; and the
-    bad flags, (N,) bool.
+    """Sample one token of each of N rows; returns token ids (N,) int64 and bad flags (N,) bool, see `SampledTokens`.
+
+    The id is -2 in a row that C cannot decide without its full processed logits.
 
     values: (N, 4) float32, see `SamplingMetadata`. words: (V,) int32, see `Lanes`. seeds, names: (N,) int64, see
         `noise.names`.
@@ -36,7 +37,9 @@ def draw_rows(logits: Tensor, values: Tensor, words: Tensor, seeds: Tensor, name
 
 
 def argmax_rows(logits: Tensor) -> tuple[Tensor, Tensor] | Unsupported:
-    """Return token id (N,) int64 and bad flag (N,) bool of each row's first maximum, as `draw.argmax`."""
+    """Return token id (N,) int64 and bad flag (N,) bool of each row's first maximum, as `draw.argmax`; or
+    `Unsupported`.
+    """
     if not takes(logits):
         return UNSUPPORTED
     tokens, bad = _empty(logits)

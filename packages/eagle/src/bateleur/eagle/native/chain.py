@@ -49,7 +49,7 @@ class _Step(Struct):
 
 
 class NativeChain:
-    """Drafter under COUPLED: proposes all drafts of a step in one C call, equal to the torch passes up to rounding."""
+    """Drafter under the rule COUPLED: proposes all drafts in one C call, equal to the torch passes up to rounding."""
 
     def __init__(self, head: Eagle3Head, cache: DraftCache, positions: int, longest: int, width: int) -> None:
         """positions: number of positions that the head has reserved. longest: most tokens of a sequence.

@@ -141,7 +141,11 @@ class OfflineBench:
         }
 
     def result(self, command: str, rows: list[dict[str, Any]], **facts: Any) -> dict[str, Any]:
-        """Return the JSON object of a benchmark. Rows of other engines get how many times faster bateleur is."""
+        """Return the JSON object of a benchmark; `ratio` in the rows of other engines is bateleur's speed divided by
+        theirs.
+
+        rows: one for each engine, bateleur's first. facts: further entries of the object.
+        """
         load = f"load {os.getloadavg()[0]:.1f} of {os.cpu_count()} cores"
         machine = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else platform.machine()
         ours = rows[0].get("tokens_per_s")
@@ -162,9 +166,10 @@ class OfflineBench:
 
 
 def bench_latency(target: BenchTarget, config: LatencyConfig, command: str) -> dict[str, Any]:
-    """Measure one batch of equal requests: time to first token, time and CPU time per output token, share of the bound.
+    """Measure one batch of equal requests: times to first token and per output token, compared with the bandwidth
+    bound.
 
-    The CPU time of a process hardly depends on the load of the machine.
+    CPU time is measured, too, because it hardly depends on the load of the machine.
     """
     count, longest = config.batch_size, config.input_len + config.output_len
     bench = OfflineBench(target, longest + 8, count)
@@ -189,8 +194,7 @@ def bench_latency(target: BenchTarget, config: LatencyConfig, command: str) -> d
 def bench_throughput(target: BenchTarget, config: ThroughputConfig, command: str) -> dict[str, Any]:
     """Measure requests of random lengths.
 
-    The result has output tokens and requests per second, and the share of the speed that a full batch could reach by
-    memory bandwidth.
+    The result has output tokens and requests per second, relative also to the bandwidth bound of a full batch.
     """
     rng, spread = random.Random(config.seed), config.random_range_ratio
 
@@ -232,7 +236,7 @@ def _rows(
 
 
 def offline_table(result: dict[str, Any]) -> str:
-    """Return a result as a table for a terminal: equal tokens, speeds, and the bound."""
+    """Return a result as a table for a terminal: requests with bateleur's tokens, speeds, and the bandwidth bound."""
     step, rows = result["step"], result["results"]
     columns = [name for name in _COLUMNS if any(name in row for row in rows)]
     heads = "".join(f"{_COLUMNS[name][0]:>14}" for name in columns)

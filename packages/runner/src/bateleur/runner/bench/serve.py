@@ -37,7 +37,8 @@ def bench_serve(
 ) -> dict[str, Any]:
     """Measure one or two servers at every request rate. Raises Unmeasured if a server does not answer.
 
-    options: options of `LLM` for servers that are started. report: called with progress. command: for the result.
+    options: options of `LLM` for servers that are started. report: called with progress. command: recorded in the
+        result.
     """
     with ExitStack() as stack:
         servers = _servers(model, config, options, stack)
@@ -119,7 +120,7 @@ class Workload:
     async def _single_requests(
         self, client: CompletionClient, rate: float, count: int, rng: random.Random
     ) -> list[TimedCompletion]:
-        """Send prompts that share nothing."""
+        """Send prompts without a common prefix."""
         mean, spread = self._config.random_input_len, self._config.random_range_ratio
         low, high = max(1, round(mean * (1 - spread))), round(mean * (1 + spread))
         prompts = [self._random_ids(rng, rng.randint(low, high)) for _ in range(count)]
@@ -182,7 +183,7 @@ def _compare(servers: list[ServerProcess], workload: Workload, rate: float, roun
 
 
 def serve_table(result: dict[str, Any]) -> str:
-    """Return results as a table for a terminal: equal tokens first, then speeds."""
+    """Return results as a table for a terminal: requests with equal tokens, then latencies and speeds."""
     start_times = ", ".join(f"{name} {s:.1f}" for name, s in result["seconds_until_healthy"].items())
     lines = [f"seconds until healthy: {start_times}"]
     for row in result["results"]:

@@ -108,7 +108,10 @@ def make_dispatcher(
 
 
 def gaps_of_drafts(dispatcher: CudagraphDispatcher, max_num_reqs: int, query_len: int) -> str | None:
-    """Return a warning if batches with `query_len` tokens per request lack graphs, but no batch without drafts does."""
+    """Return a warning if some batch sizes have no graph for `query_len` tokens per request (a token and its drafts).
+
+    None if there is no such size, or if some also have no graph without drafts.
+    """
     plain, drafted = (dispatcher.coverage(max_num_reqs, length) for length in (1, query_len))
     missing = sum(span.num_sizes for span in drafted.gaps)
     if plain.gaps or not missing:
@@ -150,7 +153,9 @@ class GraphDispatcher:
             self.manager = CudaGraphManager(self.dispatcher, backend, checks=options.checks)
 
     def warm_up(self, drafter: EagleSpeculator | None) -> None:
-        """Run dummy prompts, so that captures and steps find their kernels loaded. Not on a CPU without graphs."""
+        """Run dummy prompts, so that captures and steps find their kernels loaded. Does nothing on a CPU that captures
+        no graphs.
+        """
         if self.model.device.type == "cpu" and self.manager is None:
             return
         with torch.inference_mode():
@@ -175,7 +180,8 @@ class GraphDispatcher:
     def capture_draft(self, drafter: EagleSpeculator) -> None:
         """Capture the passes of a draft head over the staged inputs of the target's graphs, and warn as `capture` does.
 
-        Passes after decodes belong to graphs of whole proposals, if these can be captured. Without graphs of the
+        If one graph can hold a whole proposal, `ProposalGraphs` captures the passes after decodes. Without graphs of
+        the
         target, the head runs eagerly.
         """
         if self.manager is None or not self.manager.states or drafter.decode is None:
@@ -197,8 +203,9 @@ class GraphDispatcher:
     def idle(self) -> bool:
         """Take part in a step of other data-parallel ranks, on a rank without a step; returns whether there was one.
 
-        Dummy requests run with null blocks and null slots, and sample nothing. They fill the graph of the step. Without
-        a graph one dummy token runs, and the experts get padding.
+        Dummy requests run with null blocks and slots, as many as the graph of the step holds, and sample nothing.
+        Without a
+        graph one dummy token runs, and the experts get padding.
         """
         if self.sync is None or (agreed := self.sync.dispatch(None)).batch is None:
             return False
@@ -209,7 +216,8 @@ class GraphDispatcher:
         self.run(self._producer.stage_prompt(1) if key is None else self._producer.stage(key, Phase.RUN))
 
     def run(self, staged: StagedBatch[StepContext]) -> tuple[Tensor, ...]:
-        """Run a staged step. Returns hidden states (padded tokens, M), then those at the taps.
+        """Run a staged step. Returns the final hidden states (padded tokens, hidden size), then those that a drafter
+        reads.
 
         The next replay overwrites results of a graph. Raises ReplayFailed if the graph failed; its key runs eagerly
         from then on.

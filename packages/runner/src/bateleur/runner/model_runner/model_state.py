@@ -40,11 +40,10 @@ from bateleur.runner.utils.device import upload
 
 
 class _Built(NamedTuple):
-    """Metadata of a recurrent KV cache group, stored to be reused by the next steps.
+    """Metadata of the recurrent layers, stored to be reused by the next steps.
 
-    batch_id: identity of the batch, see `StepRows`. written: numbers of clears and writes of the block table when it
-    was built.
-    longest: length in tokens of the longest request for which it is valid.
+    batch_id: identity of the batch, see `StepRows`. written: counts of clears and writes of the block table when the
+    metadata was built. longest: length in tokens of the longest request for which it is valid.
     """
 
     batch_id: object
@@ -56,8 +55,11 @@ class _Built(NamedTuple):
 class ModelState:
     """The KV cache groups of a model with their metadata builders: attention layers first, then recurrent layers.
 
-    In cache mode `none`, table row r of N always owns the state slots 1 + r, 1 + r + N, ...; in other modes
-    `MambaStateManager` allocates them. `RequestStates` and rings have the data of table row r at index 1 + r.
+    In cache mode `none`, row r of the request table (N rows) always owns the state slots 1 + r, 1 + r + N, ...; in
+    other
+    modes `MambaStateManager` allocates them. `RequestStates` and the ring buffers of recent inputs have the request's
+    data
+    at index 1 + r.
     """
 
     def __init__(
@@ -70,8 +72,9 @@ class ModelState:
         checks: ReplayChecks = ReplayChecks.CHEAP,
         adapters: AdapterPool | None = None,
     ) -> None:
-        """checks: from CHEAP on, steps for FULL graphs carry their host scalars, which replays compare. At PARANOID
-        every batch is validated, without waiting for the device.
+        """prompt_scan: kernel that runs recurrent layers over prompts. checks: from CHEAP on, steps for FULL graphs
+        carry their
+        host scalars, which replays compare. At PARANOID every batch is validated, without waiting for the device.
         """
         self._checks, self.adapters, self._limits, self._device = checks, adapters, limits.buffers, model.device
         self.caches = caches
@@ -147,9 +150,10 @@ class ModelState:
         after: NDArray[np.int64],
         rng: np.random.Generator,
     ) -> tuple[NDArray[np.int32], ...]:
-        """Return block tables (R, columns) for random requests that go from `computed` to `after` tokens.
+        """Return a block table (R, columns) per KV cache group, for R random requests that go from `computed` to
+        `after` tokens.
 
-        kv_blocks: their KV blocks. Their states before and after the step get random pages.
+        kv_blocks: KV blocks of the requests. The blocks of their states before and after the step are chosen at random.
         """
         rows, base = np.arange(len(computed)), computed
         if self._mamba is None:
@@ -179,10 +183,12 @@ class ModelState:
         batch_id: object = None,
         adapter_slots: NDArray[np.int32] | None = None,
     ) -> StagedBatch[StepContext]:
-        """Build the metadata of each KV cache group, for a batch staged for `key`. Replays accept only the latest one.
+        """Build the metadata of each KV cache group, for a batch in the buffers that runs in graph `key` (None:
+        eagerly).
 
-        batch_id: identity of the staged rows, see `StepRows`; None for rows that do not repeat. adapter_slots: slots of
-            the LoRA adapters of its tokens without padding; None for no adapter.
+        Replays accept only the latest result. batch_id: identity of the staged rows, see `StepRows`; None for rows that
+        do not
+        repeat. adapter_slots: slots of the LoRA adapters of its tokens without padding; None for no adapter.
         """
         if self._checks >= ReplayChecks.PARANOID:
             level: Literal["host", "device"] = "device" if self._device.type == "cpu" else "host"
@@ -255,11 +261,11 @@ class ModelState:
             self.caches.pool.fold(plan, replay, request_row, self._parameters)
 
     def carried(self) -> dict[str, Tensor]:
-        """Views of the per-request state outside the caches, by name."""
+        """Tensors of the per-request state outside the caches, by name."""
         return {} if self._states is None else {"carried": self._states.values}
 
     def _signature(self, context: StepContext) -> Signature:
-        """The host scalars of a step that a graph freezes."""
+        """The host scalars of a step that a graph captures as constants."""
         parts = {}
         if self._attention is not None and context.attention is not None:
             parts["attention"] = self._attention.signature(context.attention)

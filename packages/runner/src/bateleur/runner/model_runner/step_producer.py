@@ -83,9 +83,10 @@ class StepProducer:
 
     @property
     def _longest_bound(self) -> int | None:
-        """`max_seq_len` of eager dummy requests; None for their own length, if a larger one makes the backend slow.
+        """`max_seq_len` of eager dummy requests. With `max_model_len` they launch every kernel that real requests
+        launch.
 
-        With the length of the longest request, dummy requests launch every kernel that real requests launch.
+        None, for their own length, if the backend is slow with a bound above the lengths.
         """
         return self.buffers.limits.max_model_len if self.model_state.backend.tolerates_loose_bounds else None
 
@@ -103,8 +104,9 @@ class StepProducer:
     def fuzz(self, key: BatchExecutionDescriptor, seed: int) -> StagedBatch[StepContext]:
         """Stage a random batch that `key` can hold, over random cache contents; for an engine without requests.
 
-        Only the blocks, pages and ring rows of this batch are filled, on the device. The same `seed` gives the same
-        contents on devices of one type.
+        Only the cache entries that this batch reads are filled, on the device. The same `seed` gives the same contents
+        on
+        devices of one type.
         """
         rng = np.random.default_rng(seed)
         caches, device = self.model_state.caches, self.buffers.device
@@ -132,9 +134,10 @@ class StepProducer:
         return self.model_state.prepare(self.buffers.stage(rows, shape), key, adapter_slots=slots)
 
     def written(self, context: StepContext) -> dict[str, torch.Tensor]:
-        """Return the cache entries that a step may write, and a checksum of all others, which must not change.
+        """Return the cache entries of the batch, which a step may write, and a checksum of all others, which must not
+        change.
 
-        The entries are state slots, pages and ring rows of the batch. Waits for the device.
+        Waits for the device.
         """
         caches, batch = self.model_state.caches, context.batch
         found, states = {}, 1 if caches.kv else 0

@@ -45,10 +45,11 @@ class Scheduler:
         states: MambaStateManager | None = None,
         prefixes: PrefixCache | None = None,
     ) -> None:
-        """pool: KV blocks; None for a model without attention. states: Mamba states in blocks.
-
-        lookahead_tokens: number of tokens after a step's own whose keys a drafter stores. prefixes: None without prefix
-        caching.
+        """pool: KV blocks; None for a model without attention. lookahead_tokens: tokens after those of a step for which
+        a request
+        also gets KV slots, because a drafter stores keys there. states: allocator of the recurrent states in blocks, if
+        any.
+        prefixes: None without prefix caching.
         """
         self.table, self.pool, self.states, self.prefixes = table, pool, states, prefixes
         self.admitted: list[Request] = []
@@ -183,10 +184,11 @@ class Scheduler:
     # --- one step -----------------------------------------------------------------------------------------
 
     def schedule(self, *, in_flight: bool = False) -> StepBatch | None:
-        """Return the batch of the next step, with its KV blocks allocated; None if nothing can run. The
-        upper bounds of lengths in the table then include this step.
+        """Return the batch of the next step, with its KV blocks allocated; None if nothing can run.
 
-        in_flight: whether a step is in flight. The table then has upper bounds of its results.
+        The lengths in the table then include this step, as upper bounds. in_flight: whether the results of another step
+        are
+        still unknown, so that the table has upper bounds for it, too.
         """
         if self.fetching and self.prefixes is not None and self.prefixes.offload_tiers is not None:
             for request in self.fetching.intersection(self.prefixes.offload_tiers.arrived()):
@@ -247,8 +249,9 @@ class Scheduler:
     def _rows_that_wait(self) -> set[int]:
         """Return the table rows of decoding requests that must wait for the step in flight.
 
-        They may have ended by then, or upper bounds of their lengths do not suffice to plan them. These bounds count
-        empty draft slots, too, so they can leave no room where there is some.
+        They may have ended by then, or they cannot be planned from upper bounds of their lengths, which count empty
+        draft
+        slots, too.
         """
         t = self.table
         rows = self.batch.rows if self.batch is not None else self._decoding_rows()

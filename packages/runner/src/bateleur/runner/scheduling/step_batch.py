@@ -24,8 +24,8 @@ from bateleur.runner.utils.device import upload
 class SamplingInputs(NamedTuple):
     """Sampling parameters of the S requests of a batch that sample a token.
 
-    num_drafts: (S,) number of drafts that each request tests, on the host.
-    plain: whether the requests have no token rules, penalties or log probabilities.
+    num_drafts: (S,) number of drafts that each request verifies, on the host.
+    plain: whether no request has token rules, penalties or log probabilities.
     kind: kind of captured sampler that they need, see `rejection_sampler.KINDS`.
     seeds, temperature: (S,) int64 and float32 on the device.
     metadata: sampling metadata of the L rows of logits; None if all requests are greedy, or not plain.
@@ -124,9 +124,9 @@ class StepBatch:
     def step_rows(
         self, table: RequestTable, sampled_ids: Tensor | None, num_computed_device: Tensor | None
     ) -> StepRows:
-        """The rows as `InputBuffers` stage them.
+        """Return the step's rows (requests) as `InputBuffers` stage them. If the batch repeats, only lengths and ids
+        are new.
 
-        If the batch repeats, only lengths and ids are new.
         sampled_ids: ids of the decoding requests on the device. num_computed_device: (R,) exact lengths, if `is_exact`
         is not None.
         """
@@ -219,7 +219,7 @@ class LogitsIndex:
 
     @cached_property
     def hidden(self) -> Tensor | None:
-        """Row of the hidden states for each of L rows of logits, (L,) int64 on the device; None for the first L."""
+        """Index of the hidden state of each of L rows of logits, (L,) int64 on the device; None if it is 0 .. L - 1."""
         if self._batch.all_decode:
             return None
         return self._upload(self._first_token_S[self.owner_L] + self.num_before_L)

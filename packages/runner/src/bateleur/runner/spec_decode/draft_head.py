@@ -54,10 +54,13 @@ class DraftHead:
     ) -> DraftHead:
         """Load a draft head for `target`, on its device and in its dtype.
 
-        path: a folder, "mtp" for the head in the target's `checkpoint`, or "auto" for the head that is shipped with the
-        shipped model. shipped: whether the target is the shipped model. recorded: see `Projection.pack`; None packs
-        nothing. Raises ValueError for "auto" with another target, a folder or a checkpoint without a head, a head that
-        does not fit, or a target without attention layers, whose blocks the head's keys and values would share.
+        path: a folder, "mtp" for the head in the target's `checkpoint`, or "auto" for the head that is installed with
+            the
+        package's own model. shipped: whether the target is this model. recorded: see `Projection.pack`; None packs
+        nothing.
+        Raises ValueError for "auto" with another target, a folder or a checkpoint without a head, a head that does not
+        fit, or
+        a target without attention layers, whose blocks the head's keys and values would share.
         """
         if path == MTP:
             assert checkpoint is not None
@@ -170,7 +173,7 @@ class DraftHead:
 
 
 def _ends_with_experts(spec: ModelSpec) -> bool:
-    """Return whether a head has experts, and all of them after its attention layers.
+    """Return whether the head has mixture-of-experts layers, and no attention after them.
 
     Experts before attention would process every token of a step.
     """

@@ -19,8 +19,9 @@ class DraftPlanner:
     max_drafts: maximum drafts of a request (K). max_drafted_len: maximum sequence length, drafts included, up to which
     the drafter can propose.
     graphed: numbers of drafts, equal for all requests, for which steps have CUDA graphs; empty without graphs.
-    waits_for_length: whether the number of drafts must be known before a step, because sampled tokens depend on it, as
-        under the acceptance rules RATIO and BLOCK.
+    waits_for_length: whether requests wait for their exact length before drafts are planned, because sampled tokens
+        depend
+        on the number of drafts, as under the acceptance rules RATIO and BLOCK.
     """
 
     def __init__(
@@ -39,11 +40,11 @@ class DraftPlanner:
         self._graphed, self._waits_for_length = sorted(graphed), waits_for_length
 
     def plan(self) -> None:
-        """Write `num_drafts`, `num_draft_slots` and `must_wait` for all decoding requests.
+        """Write `num_drafts`, `num_draft_slots` and `must_wait` of the request table for all decoding requests.
 
-        A request tests those proposed drafts that its remaining length allows. While a step is in flight, only bounds
-        of the length are known. If the request's tokens depend on the number of drafts, it waits until the length is
-        known.
+        A request verifies those proposed drafts that its remaining length allows. While a step is in flight, only
+        bounds of the
+        length are known. If the request's tokens depend on the number of drafts, it waits until the length is known.
         """
         table = self._table
         rows = np.flatnonzero(table.num_computed >= np.maximum(table.prefill_len, 1))

@@ -4,7 +4,7 @@ E is the embedding of a token. f is the target's hidden state after its final no
 previous draft:
 
     h = fc(cat(token_norm(E), hidden_norm(f)))
-    h = h + mixer(norm(h))               for each layer
+    h = h + sublayer(norm(h))            for each attention, MLP and experts sublayer
     logits = lm_head(final_norm(h))      and final_norm(h) is the input of the next draft
 
 Embedding and `lm_head` are the target's, sharded over several ranks. The token is the one after the position of f;
@@ -64,8 +64,9 @@ class _HeadStep(LayerStep):
 class MtpHead:
     """An MTP head, a `bateleur.eagle.heads.Head`. Its weights are uninitialised until a loader fills them.
 
-    spec, module: the interface of the head, and its layers. embedding_first: whether the embedding is the first of the
-    two inputs of `fc`.
+    spec: sizes as every `Head` has them. module: sizes and types of its layers. embedding_first: whether the embedding
+        is
+    the first of the two inputs of `fc`.
     """
 
     target_ids: Tensor | None = None
@@ -173,22 +174,26 @@ def _spec_of(module: ModelSpec) -> HeadSpec:
 
 
 class DraftSync:
-    """Makes all ranks run equally many draft passes, by one exchange of two integers. Each pass of the head runs the
-    collectives of its experts, but policies may want different numbers on each rank, and an idle rank wants none.
+    """Makes all ranks run equally many draft passes, by one exchange of two integers.
+
+    Each pass of the head runs the collectives of its experts, but policies may want different numbers on each rank, and
+    an
+    idle rank wants none.
     """
 
     def __init__(self, head: MtpHead, exchange: ExpertParallel) -> None:
         self._head, self._exchange = head, exchange
 
     def agree(self, num_rows: int, num_drafts: int) -> int:
-        """Return the largest number of drafts that any rank wants."""
+        """Exchange the numbers of requests and drafts of all ranks; return the largest number of drafts."""
         by_rank = self._exchange.ranks.gather_ints([num_rows, num_drafts])
         self._exchange.num_rows = max(rows for rows, _ in by_rank)
         return max(drafts for _, drafts in by_rank)
 
     def idle(self) -> int:
-        """Without rows, take part in the proposals of other ranks; returns their number of drafts. A dummy token goes
-        through the head, and nothing is stored.
+        """Take part in the proposals of other ranks, on a rank without requests; returns their number of drafts.
+
+        A dummy token goes through the head, and nothing is stored.
         """
         drafts = self.agree(1, 0)
         for _ in range(drafts):

@@ -1,4 +1,4 @@
-"""CUDA graphs of all draft passes of a proposal. They follow the graphs of the forward pass and of the step's end."""
+"""CUDA graphs of all draft passes of a proposal. They run after the graphs of the forward pass and of sampling."""
 
 # Shape letters: N rows of a padded step, K drafts at most.
 
@@ -109,7 +109,9 @@ class ProposalSteps:
 
 
 def features_of(drafter: Drafter, hidden: Tensor, taps: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Return the outputs of a forward pass that the drafter reads, in its order. taps: residual stream at layers."""
+    """Return the hidden states that the drafter reads, in its order: `taps`, between the target's layers, and the final
+    one.
+    """
     return (*taps, hidden) if drafter.needs.hidden else tuple(taps)
 
 
@@ -153,7 +155,10 @@ class ProposalGraphs:
             warnings.warn(f"no graph of the draft for {failure.key}: {failure.reason}", RuntimeWarning, stacklevel=2)
 
     def key_of(self, step: BatchExecutionDescriptor | None, num_drafts: int) -> BatchExecutionDescriptor | None:
-        """Return the key of a graph for at least `num_drafts` drafts after a step in graph `step`; None without one."""
+        """Return the key of a graph for at least `num_drafts` drafts after a step that ran in graph `step`.
+
+        None if there is no such graph, or the step ran eagerly.
+        """
         if step is None or step.uniform_query_len is None:
             return None
         enough = next(k for k in self._numbers if k >= num_drafts)

@@ -151,7 +151,7 @@ class Proposer:
     def _keep(
         self, batch: StepBatch, context: DraftContext, drafts: Tensor, lengths: NDArray[np.int32]
     ) -> NDArray[np.int32]:
-        """Store drafts (R, K), of which `lengths` (R,) are wanted; returns how many of them the next step verifies."""
+        """Store drafts (R, K) for verification; returns how many of the wanted `lengths` (R,) the next step verifies."""
         if self._foreign:
             k = self.drafter.num_speculative_tokens
             drafts = checked_drafts(drafts, context.rows, k, self._parameters.vocab_size)
@@ -174,7 +174,6 @@ class Proposer:
         *,
         greedy: bool,
     ) -> DraftContext:
-        """Build the context of an eager proposal."""
         assert ended.num_valid is not None, "a drafter proposes at least one token"
         index, buffers, output = batch.index, self._sampler.rows, ended.output
         next_token, count = self._sampler.next_tokens(batch), len(batch.rows)
@@ -232,7 +231,8 @@ class Proposer:
             )
 
     def _next_lengths(self, batch: StepBatch, greedy: bool) -> tuple[NDArray[np.int32], bool]:
-        """Return the drafts (R,) for the next step of every request, and whether the policy withheld possible drafts.
+        """Return the number of drafts (R,) for the next step of each request, and whether the policy withheld possible
+        drafts.
 
         Requests in the middle of a prompt get 0. A preempted request gets the same number again, because its tokens
         depend on the number under RATIO and BLOCK.
@@ -257,7 +257,7 @@ class Proposer:
         return lengths, bool(most.any() and not lengths.any())
 
     def _next_of_prompts(self, batch: StepBatch) -> Tensor:
-        """(R,) the token after this step's last one in rows in the middle of their prompt; 0 in others."""
+        """Return the next prompt token of each request in the middle of its prompt, (R,) int64; 0 for others."""
         at = self._table.num_computed[batch.rows]
         known = at < self._table.num_known[batch.rows]
         ids = np.where(known, self._table.token_ids[batch.rows, np.where(known, at, 0)], 0)
