@@ -27,7 +27,7 @@ class LogNormalizer(NamedTuple):
 
     @classmethod
     def of(cls, logits: Tensor, shard: VocabShard | None = None) -> LogNormalizer:
-        """Compute both numbers for (N, V) float32 logits. If `shard` is given, ranks exchange 16 bytes a row."""
+        """Compute maximum and log-sum of (N, V) float32 logits. If `shard` is given, ranks exchange 16 bytes a row."""
         best_N1 = logits.amax(-1, keepdim=True)
         if shard is not None:
             best_N1 = shard.best(best_N1)
@@ -35,11 +35,11 @@ class LogNormalizer(NamedTuple):
         return cls(best_N1, mass_N1.log_().float())
 
     def at(self, row: Tensor) -> LogNormalizer:
-        """Return both numbers of the logit rows `row` (...) int64, with shape (..., 1) each."""
+        """Return maximum and log-sum of the logit rows with index `row`, int64 of any shape (...), in shape (..., 1)."""
         return LogNormalizer(self.best[row], self.log_mass[row])
 
     def log_probs(self, logits: Tensor) -> Tensor:
-        """Return the log-probabilities of logits (N, n) of the N rows."""
+        """Return the log-probabilities (N, n) of logits (N, n), such as n columns of the N rows."""
         return logits.sub(self.best).sub_(self.log_mass)
 
 

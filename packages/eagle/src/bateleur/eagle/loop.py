@@ -60,7 +60,7 @@ class CachedTarget(Protocol):
     device: torch.device
 
     def __call__(self, ids: Tensor) -> tuple[Tensor, Sequence[Tensor]]:
-        """Append the (n,) tokens `ids` to the cache; return their logits (n, V) and hidden states, as a `Function`."""
+        """Append the (n,) tokens `ids` to the cache; return the logits (n, V) after each, and (n, width) hidden states."""
         ...
 
     def truncate(self, length: int) -> None:
@@ -69,7 +69,7 @@ class CachedTarget(Protocol):
 
 
 class Step(NamedTuple):
-    """One pass of the target: emitted tokens, drafts under verification, and accepted drafts."""
+    """One pass of the target: the emitted tokens, and the numbers of verified and of accepted drafts."""
 
     tokens: list[int]
     num_drafts: int

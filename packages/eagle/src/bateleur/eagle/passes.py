@@ -84,7 +84,7 @@ class DraftPasses:
         self._in_pieces = backend.tolerates_loose_bounds
 
     def first(self, execution: Execution[DraftState]) -> Tensor:
-        """Run the first pass on all tokens of the target's step, and stage the next one; (n,) int64 drafts."""
+        """Run the first pass on all tokens of the target's step, and stage the next pass. Returns (n,) int64 drafts."""
         rows = self._inputs.last_index[: self._num_rows(execution)]
         return self._pass(execution, stage_chain, rows)
 

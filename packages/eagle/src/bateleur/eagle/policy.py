@@ -95,7 +95,9 @@ class ObservingPolicy(DraftPolicy, Protocol):
     """
 
     def observe(self, step: StepTime) -> None:
-        """Record a step that has ended. Called before `lengths` of the step after the next."""
+        """Record a step that has ended. An engine may call it one step late: before `lengths` of the step after the
+        next.
+        """
         ...
 
 

@@ -91,9 +91,11 @@ class Rule(Enum):
     def keys(self, seeds: Tensor, positions: Tensor, draft_index: int | Tensor = 0) -> Keys:
         """Return the noise keys of drafts and of acceptance tests; `draft_index` is the index of the draft in its step.
 
-        Keys of BLOCK contain the index. BLOCK reads noise after the position where it stops, and the next step must
-        not read the same numbers at that position; its index differs, so it does not. The other rules read no noise
-        after the tokens that they emit.
+        Only keys of BLOCK contain the index. BLOCK reads noise for positions after the one where it stops. At these
+        positions
+        the next step has other indices, and so reads other numbers. The other rules read no noise after the tokens that
+        they
+        emit.
         """
         return Keys(seeds, positions, draft_index if self is Rule.BLOCK else 0)
 

@@ -31,7 +31,7 @@ class AcceptStats:
         self.tried, self.kept = self.counted
 
     def update(self, num_drafts: IntArray, num_accepted: IntArray) -> None:
-        """Add the rows of one step: verified drafts and accepted ones, both (R,).
+        """Add the requests of one step: numbers of verified and accepted drafts, both (R,).
 
         Raises `ValueError` unless 0 <= accepted <= drafts <= K.
         """
@@ -51,7 +51,9 @@ class AcceptStats:
 
     @property
     def acceptance_per_position(self) -> FloatArray:
-        """Share of accepted drafts i among those reached (all before were accepted), (K,) float64; NaN if none was."""
+        """For each draft i the share of accepted ones among those reached (all before it accepted), (K,) float64; NaN
+        if none was.
+        """
         rates = np.full(len(self.tried), np.nan)
         np.divide(self.kept, self.tried, out=rates, where=self.tried > 0)
         return rates

@@ -9,9 +9,9 @@ from bateleur.eagle.heads.spec import HeadSpec
 
 class DenseAttend:
     """Attention (`Attend`) for one sequence. A pass appends its tokens to the cache and attends to all cached ones, or
-    to the window of `spec`.
+    to the sliding window of `spec`.
 
-    kv: keys and values (n, Hk, D) of each layer that has run.
+    kv: keys and values (n, Hk, D) of each layer that has run, for n tokens, Hk heads and head size D.
     """
 
     def __init__(self, spec: HeadSpec | None = None) -> None:

@@ -173,8 +173,11 @@ def emit_kernel(
 
 
 def tile_options(size: int, num_rows: int, kind: int = 0) -> tuple[dict[str, Any], int]:
-    """Return launch options of `draw_kernel` for at most ``num_rows`` rows of ``size`` tokens, and the tokens of a
-    share. kind: KIND of `penalties_of`.
+    """Return launch options of `draw_kernel` for at most ``num_rows`` rows of ``size`` tokens, and how many tokens of a
+    row
+    one program samples from (a share).
+
+    kind: KIND of `penalties_of`.
     """
     block = _block(size)
     shares = min(triton.cdiv(size, block), triton.cdiv(_PROGRAMS, num_rows))
@@ -219,7 +222,7 @@ def coupled(
 
 
 def sample(logits: Tensor, metadata: SamplingMetadata, keys: Keys, role: Role, lanes: Lanes) -> SampledTokens:
-    """Sample one token per row, as `bateleur.eagle.sample`: verification of rows that have no draft."""
+    """Sample one token per row, as `bateleur.eagle.sample`; computed like a verification without drafts."""
     return _of_singles(logits, _SingleRowRequests(keys.seed, names(keys, role), metadata.temperature), lanes, metadata)
 
 

@@ -72,7 +72,7 @@ def last_tie_kernel(
 
 
 def histogram_options(size: int, num_rows: int) -> tuple[dict[str, Any], int]:
-    """Return launch options of `histogram_kernel` for rows of ``size`` tokens, and the tokens of a split."""
+    """Return launch options of `histogram_kernel` for rows of ``size`` tokens, and the number of tokens of a split."""
     block = min(_BLOCK, max(16, triton.next_power_of_2(size)))
     shares = min(triton.cdiv(size, block), triton.cdiv(_PROGRAMS, num_rows))
     share = triton.cdiv(triton.cdiv(size, shares), block) * block

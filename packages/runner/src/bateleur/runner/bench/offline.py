@@ -40,7 +40,7 @@ _COLUMNS = {
 
 @dataclass(frozen=True, slots=True)
 class BenchTarget:
-    """The checkpoint and the engine options to measure."""
+    """The checkpoint and engine options to measure. report: called with progress."""
 
     model: Path
     options: dict[str, Any]
@@ -82,7 +82,7 @@ class OfflineBench:
         self._reads: list[TaskRun] = []
 
     def random_prompts(self, lengths: list[int], seed: int) -> list[list[int]]:
-        """Return random token ids as prompts, without the first 5 and last 8 ids, which are often special tokens."""
+        """Return prompts of random token ids, without the first 5 and last 8 ids, which are often special tokens."""
         rng, size = random.Random(seed), self.checkpoint.spec.vocab_size
         low, high = (5, size - 8) if size > 32 else (1, size)
         return [[rng.randrange(low, high) for _ in range(length)] for length in lengths]
@@ -108,7 +108,10 @@ class OfflineBench:
             yield engines
 
     def measure(self, config: OfflineConfig, tasks: list[Task]) -> tuple[list[dict[str, TaskRuns]], dict[str, Any]]:
-        """Return the runs of each task by engine, and the engines' versions. Also measures memory bandwidth."""
+        """Run all tasks on all engines, and measure memory bandwidth.
+
+        Returns the runs of each task by engine, and the engines' versions.
+        """
         with self._engines(config) as engines, ExitStack() as stack:
             reader = EngineProcess("read", self._settings)
             stack.callback(reader.close)

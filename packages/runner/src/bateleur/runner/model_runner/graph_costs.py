@@ -12,8 +12,9 @@ from bateleur.cudagraph import CaptureReport
 class GraphCosts:
     """Totals over all graph captures of an engine; `str` is one line for a log.
 
-    num_graphs: CUDA graphs; a PIECEWISE key has several. num_failed: keys that could not be captured. seconds: host
-    time of warm-ups and captures. nbytes: device memory in bytes.
+    num_graphs: CUDA graphs; a PIECEWISE key has several. num_keys: captured graph keys. num_failed: keys that could not
+        be
+    captured. seconds: host time of warm-ups and captures. nbytes: device memory in bytes.
     """
 
     num_graphs: int

@@ -92,7 +92,8 @@ def make_dispatcher(
     support: GraphSupport,
     query_lens: Sequence[int] = (1,),
 ) -> tuple[CudagraphDispatcher, str | None]:
-    """Return the dispatcher for builders with this graph support, and the reason if its mode is not `mode`.
+    """Return the dispatcher for metadata builders with this graph support, and why it uses another mode than `mode`, if
+    so.
 
     query_lens: query lengths of decode steps: 1, and 1 + each number of drafts that all requests may have.
     """

@@ -127,7 +127,7 @@ class ModelState:
         return min((each.graph_support for each in builders if each), default=GraphSupport.ALWAYS)
 
     def tables(self, kv_blocks: BlockTable) -> list[BlockTable]:
-        """Return the block table of each KV cache group, by row of the request table."""
+        """Return the block table of each KV cache group; its rows are those of the request table."""
         tables = [kv_blocks] if self._attention else []
         if self._mamba is not None:
             tables.append(self._state_blocks)
@@ -226,7 +226,9 @@ class ModelState:
         return metadata
 
     def admit(self, rows: NDArray[np.int64], computed: NDArray[np.int32]) -> None:
-        """Reset the states of table rows that new requests got, with `computed` tokens found in the caches."""
+        """Reset the recurrent states of table rows that new requests got, with `computed` tokens found in the prefix
+        cache.
+        """
         if self._states is None or self._mamba is None or self.caches.pool is None:
             return
         self._states.admit(1 + rows, computed)

@@ -45,7 +45,7 @@ class StepProducer:
         return self.buffers.generation
 
     def stage(self, key: BatchExecutionDescriptor, phase: Phase) -> StagedBatch[StepContext]:
-        """Stage a dummy batch that fills `key`, with null blocks.
+        """Stage a dummy batch that fills graph `key`, with null blocks.
 
         Captures and their warm-up get the length of the longest request as upper bound, which covers any replay.
         """

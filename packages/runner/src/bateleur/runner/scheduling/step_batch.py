@@ -156,8 +156,9 @@ class StepBatch:
 class LogitsIndex:
     """Maps rows of logits of a batch to the requests that they belong to.
 
-    A request that samples has one row of logits for its last token and one for each draft slot. Tensors are uploaded
-    when they are first read.
+    A request that samples has one row of logits for its last token and one for each draft slot, which is the position
+    of a
+    draft or of padding. Tensors are uploaded when they are first read.
 
     sampled: (S,) indices in the batch of requests that sample. first_S: (S,) first row of logits of each. num_slots_S:
     (S,) draft slots of each. num_logits: L, number of rows of logits.
@@ -183,7 +184,7 @@ class LogitsIndex:
 
     @cached_property
     def num_before_L(self) -> NDArray[np.int64]:
-        """Number (L,) of drafts of the same request before each row of logits."""
+        """Number (L,) of draft slots of the same request before each row of logits."""
         found: NDArray[np.int64] = np.arange(self.num_logits) - self.first_S[self.owner_L]
         return found
 
@@ -209,7 +210,9 @@ class LogitsIndex:
 
     @cached_property
     def first_token(self) -> Tensor:
-        """Token of the step that each sampling request's first row of logits comes from, (S,) int64 on the device."""
+        """Index in the step of the token that gives each sampling request's first row of logits, (S,) int64 on the
+        device.
+        """
         return self._upload(self._first_token_S)
 
     @cached_property

@@ -63,10 +63,11 @@ class DraftPlanner:
             table.must_wait[open_rows[depends]] = True
 
     def _padded(self, lengths: NDArray[np.int32], room: NDArray[np.int32]) -> NDArray[np.int32]:
-        """Return the draft slots (R,) for `lengths` drafts. room: maximum slots of each request.
+        """Return how many draft slots (drafts and padding) each request gets for `lengths` drafts, (R,).
 
-        With graphs all requests get as many slots as the graph for the longest one, because batches of different
-        lengths would run eagerly (vLLM #35387).
+        room: maximum slots of each request. With graphs all requests get as many slots as the graph for the longest
+            one,
+        because batches of different lengths would run eagerly (vLLM #35387).
         """
         if not self._graphed:
             return lengths

@@ -28,7 +28,7 @@ def check_drafter(drafter: Drafter, num_drafts: int, num_layers: int) -> None:
 
 
 def checked_drafts(drafts: Any, rows: Tensor, num_drafts: int, vocab_size: int) -> Tensor:
-    """Return the tensor of a drafter for `rows` (R,), with -1 in place of invalid token ids.
+    """Return the proposal `drafts` of a drafter for `rows` (R,), with -1 in place of invalid token ids.
 
     Raises ValueError unless it is a tensor (R, K) int64 on the device of `rows`. Ids are replaced instead of refused,
     because a check would be a host-device sync.

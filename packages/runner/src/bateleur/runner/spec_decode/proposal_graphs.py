@@ -47,7 +47,9 @@ class ProposalState:
     passes: FullProposalState
 
     def staged(self, key: BatchExecutionDescriptor, generation: int) -> StagedBatch[ProposalState]:
-        """Return this state as a staged batch for graph `key`."""
+        """Return this state as a staged batch for graph `key`. generation: number of stagings so far, see
+        `ProposalSteps`.
+        """
         return StagedBatch(key, self, generation, self.passes.signature)
 
 
@@ -67,14 +69,18 @@ class ProposalSteps:
         return self._forward_states.generation + self._whole.generation
 
     def stage(self, key: BatchExecutionDescriptor, phase: Phase) -> StagedBatch[ProposalState]:
-        """Stage a dummy batch after a replay of its forward pass."""
+        """Replay the forward pass of a dummy batch, and stage the proposal after it."""
         forward_step = self._forward_states.stage(replace(key, variant=()), phase)
         outputs = self._forward.replay(replace(key, variant=()), forward_step)
         self._rows.clear()
         return self._behind(key, forward_step.state, outputs, phase)
 
     def fuzz(self, key: BatchExecutionDescriptor, seed: int) -> StagedBatch[ProposalState]:
-        """Stage a random batch after a random step, over random draft caches; for an engine without requests."""
+        """Replay the forward pass of a random batch, and stage the proposal after it, over random draft caches and
+        samples.
+
+        Use it only in an engine without requests.
+        """
         forward_step, rng = self._forward_states.fuzz(replace(key, variant=()), seed), np.random.default_rng(seed)
         outputs, batch = self._forward.replay(replace(key, variant=()), forward_step), forward_step.state.batch
         stage_random_rows(self._sampler, batch, outputs[0], rng, TRUNCATED)

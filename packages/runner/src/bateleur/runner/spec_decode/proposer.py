@@ -55,7 +55,7 @@ class Proposer:
     it knows how long a step took.
 
     policy: chooses draft lengths.
-    graphed: whether steps run in CUDA graphs, so that the host does not look at drafts.
+    graphed: whether steps run in CUDA graphs; then the host never reads the drafts.
     may_skip: whether the head may skip steps without drafts. This requires that no blocks are shared between requests
     and that no step is in flight.
     sync: agrees on the number of drafts with other data-parallel ranks.
@@ -114,7 +114,9 @@ class Proposer:
         A head that can start at any position does not run in a step without drafts. `DraftContext.start_positions` then
         hides the positions that it has missed.
 
-        admitted: requests whose first step this was since they got their table row.
+        features: hidden states that the drafter reads. ended: results of sampling and verification. admitted: requests
+            whose
+        first step this was since they got their table row.
         """
         for request in admitted:
             self._admit(request)
@@ -221,8 +223,7 @@ class Proposer:
     def observe(self, batch: StepBatch, proposal: Proposal, num_tokens: int, seconds: float) -> None:
         """Pass the time of a step to the policy, before the next step is planned.
 
-        proposal: the proposal of that step. num_tokens: tokens that its decoding requests emitted. seconds: time of the
-        step.
+        proposal: the proposal of that step. num_tokens: tokens that its decoding requests emitted.
         """
         if self._observer is not None:
             others = batch.num_tokens - batch.num_decode_tokens
