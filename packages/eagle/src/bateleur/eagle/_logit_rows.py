@@ -52,8 +52,7 @@ class LogitRows:
         return owner_N, Keys(self.rows.seeds[owner_N], position_N)
 
     def column(self, accepted_R: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the index of the logit row after the accepted drafts, the draft token that this row verifies, and
-        whether
+        """Return the index of the logit row after the accepted drafts, the draft token that it verifies, and whether
         there is one; (R,) each.
         """
         end_R1 = accepted_R.unsqueeze(1)

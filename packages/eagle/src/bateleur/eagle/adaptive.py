@@ -25,7 +25,7 @@ OUTLIER = 3.0
 
 @dataclass(slots=True)
 class _Phase:
-    """Times of the steps since the choice between drafts and no drafts last changed. latest: (seconds, tokens) of each."""
+    """Times of the steps since the choice between drafts and no drafts last changed. latest: (seconds, tokens) each."""
 
     num_steps: int = 0
     latest: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=2 * TRIAL_STEPS))
@@ -55,9 +55,7 @@ class _Choice:
         return self.drafts if self.trial is None else not self.drafts
 
     def observe(self, seconds: float, num_tokens: int) -> None:
-        """Record the time and emitted tokens of a step. It ran with the current choice, or with the other one in a
-        trial.
-        """
+        """Record the time and emitted tokens of a step, with the current choice or with the other one in a trial."""
         if self.trial is None:
             self.current.add(seconds, num_tokens)
             if self.current.num_steps >= SETTLE_STEPS + self.wait:

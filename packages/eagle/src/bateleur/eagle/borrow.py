@@ -17,7 +17,7 @@ class BorrowError(ValueError):
 
 
 class TargetState(Protocol):
-    """Batch and attention metadata of a step of the target: a captured state of its CUDA graphs, or a `DraftContext`."""
+    """Batch and attention metadata of a step of the target: a captured state of its graphs, or a `DraftContext`."""
 
     @property
     def batch(self) -> CommonAttentionMetadata:
@@ -33,15 +33,13 @@ class TargetState(Protocol):
 def borrow_violations(
     metadata: PagedAttentionMetadata, batch: CommonAttentionMetadata, group: int, now: int | None = None
 ) -> tuple[str, ...]:
-    """Return why a pass over the rows of `batch`, with keys in KV-cache group `group`, cannot use `metadata`; () if it
-    can.
+    """Return why a pass over `batch`, with keys in KV-cache group `group`, cannot use `metadata`; () if it can.
 
     The tensors of `metadata` must be memory of the batch, and its host bounds those of the batch. It must be a frozen
     dataclass, so that a forward pass cannot have changed it. Nothing is read on the device.
 
     now: number of times that the target's buffers have been staged, for a pass that reads them later (a graph replay).
-        It
-        must equal the `generation` of the batch, else the buffers hold another step.
+        It must equal the `generation` of the batch, else the buffers hold another step.
     """
     memory = {
         "query_start_loc": batch.query_start_loc,

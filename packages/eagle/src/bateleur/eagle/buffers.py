@@ -129,9 +129,7 @@ class DraftInputs(DraftBuffers):
         self._rows = rows
 
     def hold_rows(self, seeds: Tensor, temperature: Tensor, block_table: Tensor, table_rows: Tensor) -> None:
-        """Write the values of `set_rows` for all rows of a padded batch; can be captured. Call `note_rows` after a
-        replay.
-        """
+        """Write the values of `set_rows` for a padded batch, inside a graph. Call `note_rows` after each replay."""
         rows = len(seeds)
         if self.logits is not None:
             self.logits.stage(table_rows)

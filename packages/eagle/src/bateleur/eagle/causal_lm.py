@@ -46,9 +46,7 @@ class CausalLM:
         self._cache = DynamicCache()
 
     def __call__(self, ids: Tensor) -> tuple[Tensor, Sequence[Tensor]]:
-        """Append the (n,) tokens `ids`; return the logits (n, V) after each, and (n, width) for each hidden state of
-        `needs`.
-        """
+        """Append the tokens `ids` (n,); return their logits (n, V) and (n, width) for each hidden state of `needs`."""
         seen: dict[int, Tensor] = {}
         places = {tap: self._norm if tap == len(self._layers) else self._layers[tap] for tap in self._needs.taps}
         hooks = [

@@ -35,7 +35,7 @@ class LogNormalizer(NamedTuple):
         return cls(best_N1, mass_N1.log_().float())
 
     def at(self, row: Tensor) -> LogNormalizer:
-        """Return maximum and log-sum of the logit rows with index `row`, int64 of any shape (...), in shape (..., 1)."""
+        """Return maximum and log-sum of the logit rows with index `row`, int64 of shape (...), in shape (..., 1)."""
         return LogNormalizer(self.best[row], self.log_mass[row])
 
     def log_probs(self, logits: Tensor) -> Tensor:
@@ -46,8 +46,7 @@ class LogNormalizer(NamedTuple):
 def exact_sum(x: Tensor, bits: int = _FINEST, shard: VocabShard | None = None) -> Tensor:
     """Sum (N, V) float32 values in [0, 1], each truncated to a multiple of 2^-bits, and overwrite them.
 
-    Returns (N, 1) float64, over all ranks if `shard` is given. Sums must stay below 8 with 60 bits, and below 2^23 with
-    40.
+    Returns (N, 1) float64, over all ranks if `shard` is given. Sums must stay below 8 with 60 bits, 2^23 with 40.
     """
     sum_N1 = x.mul_(2.0**bits).sum(-1, keepdim=True, dtype=torch.int64)
     if shard is not None:

@@ -60,7 +60,7 @@ class CachedTarget(Protocol):
     device: torch.device
 
     def __call__(self, ids: Tensor) -> tuple[Tensor, Sequence[Tensor]]:
-        """Append the (n,) tokens `ids` to the cache; return the logits (n, V) after each, and (n, width) hidden states."""
+        """Append the tokens `ids` (n,) to the cache; return the logits (n, V) after each, and (n, width) features."""
         ...
 
     def truncate(self, length: int) -> None:
@@ -157,9 +157,7 @@ class _Proposer:
         return self.drafts(list(self._drafter(list(tokens)))[: self._num_drafts], [])
 
     def drafts(self, ids: Sequence[int], logits: Sequence[Tensor], target_ids: Tensor | None = None) -> Drafts:
-        """Return the drafts `ids` with their distribution. logits: (1, Vd) each, that they were sampled from; () for
-        none.
-        """
+        """Return the drafts `ids` and their distribution. logits: logits (1, Vd) of each; () if not sampled."""
         tokens = torch.tensor([ids], dtype=torch.int64, device=self._seeds.device).view(1, -1)
         if self._rule is Rule.COUPLED:
             return Drafts(tokens, Coupled())

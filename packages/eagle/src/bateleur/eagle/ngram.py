@@ -121,10 +121,9 @@ class NGramDrafter:
 
 
 def _num_equal(text_RC: Tensor, suffix_RN: Tensor, counts_RC: Tensor) -> Tensor:
-    """Return (R, C) int64: how many of the request's last tokens equal the tokens of `text_RC` up to each of C
-    positions.
+    """Return (R, C) int64: how many of a request's last tokens equal the tokens of `text_RC` up to each position.
 
-    suffix_RN: the last N tokens, newest first. counts_RC: whether a match may end at a position; overwritten.
+    suffix_RN: the last N tokens, newest first. counts_RC: whether a match may end at each of C positions; overwritten.
     """
     num_equal_RC = torch.zeros_like(text_RC, dtype=torch.int64)
     for i in range(suffix_RN.shape[1]):

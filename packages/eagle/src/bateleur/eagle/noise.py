@@ -165,9 +165,7 @@ def gumbel(keys: Keys, role: Role, lanes: int | Tensor | Lanes) -> Tensor:
 
 
 def mixed(words_L: Tensor, low_R1: Tensor, high_R1: Tensor) -> Tensor:
-    """Return the random bits (R, L) of hashed token ids `words_L`. low, high: words of the hashed row keys, see
-    `row_words`.
-    """
+    """Return the random bits (R, L) of hashed token ids. low, high: words of each row's hashed key, see `row_words`."""
     x_RL = words_L.bitwise_xor(low_R1)
     x_RL.mul_(LANE_MIX[0]).bitwise_xor_(high_R1)
     for shift, factor in zip((15, 16), LANE_MIX[1:], strict=True):

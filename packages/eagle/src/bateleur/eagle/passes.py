@@ -136,9 +136,7 @@ class DraftPasses:
         return self._head.forward(x.input_ids[:count], x.hidden[:count], x.positions[:count], attend, rows)
 
     def _num_rows(self, execution: Execution[DraftState]) -> int:
-        """Return the number of requests that get a draft: in a piecewise graph, which pads tokens only, the most
-        possible.
-        """
+        """Return how many requests get a draft; the most possible in a piecewise graph, which only pads tokens."""
         if execution.key is None:
             return execution.state.batch.num_actual_reqs
         if execution.key.num_reqs is None:
@@ -149,8 +147,7 @@ class DraftPasses:
         """Sample drafts with the noise of the acceptance rule, and keep the logits if the rule needs them.
 
         Returns (n,) int64 target ids, -1 for none. Under COUPLED the noise is that of the target for the same request
-        and
-        position.
+        and position.
         """
         logits_nV, eager = self._head.logits(h_nH), execution.key is None
         if eager and execution.state.greedy:

@@ -95,9 +95,7 @@ class ObservingPolicy(DraftPolicy, Protocol):
     """
 
     def observe(self, step: StepTime) -> None:
-        """Record a step that has ended. An engine may call it one step late: before `lengths` of the step after the
-        next.
-        """
+        """Record a step that has ended. May be called one step late: before `lengths` of the step after the next."""
         ...
 
 

@@ -92,10 +92,8 @@ class Rule(Enum):
         """Return the noise keys of drafts and of acceptance tests; `draft_index` is the index of the draft in its step.
 
         Only keys of BLOCK contain the index. BLOCK reads noise for positions after the one where it stops. At these
-        positions
-        the next step has other indices, and so reads other numbers. The other rules read no noise after the tokens that
-        they
-        emit.
+        positions the next step has other indices, and so reads other numbers. The other rules read no noise after the
+        tokens that they emit.
         """
         return Keys(seeds, positions, draft_index if self is Rule.BLOCK else 0)
 

@@ -290,9 +290,7 @@ class EagleSpeculator:
         return self._borrow(target, phase=phase)
 
     def _adopt(self, target: TargetState, phase: Phase, seed: int | None) -> DraftState:
-        """Stage a dummy step, with random contents if `seed` is given, in the drafter's buffers; return its first
-        pass's state.
-        """
+        """Stage a dummy step in the drafter's buffers (random with `seed`); return the state of its first pass."""
         stage_dummy(self.inputs, self._cache, target.batch, self._cache.group, seed=seed)
         return self._borrow(target, phase=BuildPhase(phase.value))
 

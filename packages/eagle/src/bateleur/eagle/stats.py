@@ -51,9 +51,7 @@ class AcceptStats:
 
     @property
     def acceptance_per_position(self) -> FloatArray:
-        """For each draft i the share of accepted ones among those reached (all before it accepted), (K,) float64; NaN
-        if none was.
-        """
+        """Share of accepted drafts i among the reached ones (all before accepted), (K,) float64; NaN without any."""
         rates = np.full(len(self.tried), np.nan)
         np.divide(self.kept, self.tried, out=rates, where=self.tried > 0)
         return rates

@@ -126,9 +126,7 @@ class _Check:
         self.compare(base, self.run(_JOBS, asked=(None, 0, 1, None, 0)), "K", "after steps with fewer drafts")
 
     def watched(self, drafter: Drafter, vocab_size: int, *, reads: bool) -> Any:
-        """Return a drafter that checks each proposal and removes invalid entries. reads: whether it may wait for the
-        device.
-        """
+        """Return a drafter whose proposals are checked and cleaned. reads: whether it may wait for the device."""
 
         def propose(context: DraftContext) -> Tensor:
             shown = dict(_tensors(context))
@@ -148,9 +146,7 @@ class _Check:
         )
 
     def sound(self, proposal: Any, shape: tuple[int, int], num_drafts: int, vocab_size: int) -> Tensor:
-        """Check the shape, dtype and ids of a proposal; return it with -1 in place of entries that an engine cannot
-        use.
-        """
+        """Check shape, dtype and ids of a proposal; return it with -1 in place of entries that an engine can't use."""
         if not isinstance(proposal, Tensor) or proposal.shape != shape or proposal.dtype != torch.int64:
             is_tensor = isinstance(proposal, Tensor)
             found = f"{proposal.dtype} {tuple(proposal.shape)}" if is_tensor else type(proposal)

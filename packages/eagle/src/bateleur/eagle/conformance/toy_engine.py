@@ -157,8 +157,7 @@ class ToyEngine:
     ) -> DraftContext:
         """Accept drafts that equal the target's own samples, and update the requests. Returns the drafter's context.
 
-        fed: input tokens of each request. outputs: hidden states of the target. asked: number of drafts to propose
-            next.
+        fed: input tokens by request. outputs: hidden states of the target. asked: number of drafts to propose.
         """
         assert self.drafter is not None
         k, logits, start = self.drafter.num_speculative_tokens, self.target.logits(outputs[-1]).cpu(), 0

@@ -57,8 +57,7 @@ class Rotary:
         return self._table
 
     def at(self, positions_T: Tensor) -> Rotation:
-        """Return cosine and signed sine at these positions, (T, 1, 2P) each: P values for each half of the rotated
-        dimensions.
+        """Return cosine and signed sine (T, 1, 2P) of these positions, P for each half of the rotated dimensions.
 
         Angles are float32, whatever the dtype.
         """
@@ -152,9 +151,7 @@ class DecoderLayer:
     def branches(
         self, h_TH: Tensor, x_TX: Tensor, rotary: Rotation | None, attend: Attend, rows: Tensor | None
     ) -> Tensor:
-        """Return the layer's output (T, H), or (R, H) for `rows`. h: residual stream. x: normalised input of the
-        attention.
-        """
+        """Return the layer's output (T, H), or (R, H) for `rows`. h: residual. x: attention input after the norm."""
         h_TH = only(h_TH + self.attention(x_TX, rotary, attend), rows)
         return h_TH + self.mlp(self.mlp_norm(h_TH))
 
@@ -177,12 +174,11 @@ class Vocabulary:
         embed: Callable[[Tensor], Tensor] | None = None,
         shard: VocabShard | None = None,
     ) -> None:
-        """embedding: embedding matrix. output: function that multiplies with the output matrix (Vd, H) of
-        `output_dtype`.
+        """embedding: embedding matrix. output: multiplies with the output matrix (Vd, H) of `output_dtype`.
         dtype: dtype of the head.
 
         With a vocabulary-parallel target, embed is the target's embedding function, if the head uses it in place of
-        `embedding`, and shard the vocabulary shard of the logits. Both are None otherwise.
+        `embedding`, and shard is the vocabulary shard of the logits. Both are None otherwise.
         """
         self.embedding, self.shard = embedding, shard
         self.whole = embed is None and shard is None

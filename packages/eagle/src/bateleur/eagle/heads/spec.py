@@ -32,12 +32,10 @@ Project = Callable[[Tensor, Tensor | None], Callable[[Tensor], Tensor]]
 
 @dataclass(frozen=True, slots=True)
 class CProduct:
-    """The product y = x W^T + b as a C function, for callers in C.
+    """The product y = x W^T + b as a C function: ``(x, tokens, stride of x, columns, W, b, y, rows, threads)``.
 
-    Its arguments are the addresses of x (float32), W, b (or NULL) and y with sizes between them: ``(x, tokens, stride
-    of
-    x, columns, W, b, y, rows, threads)``; sizes are int64, threads an int. It defines the layout of W. It returns 0, or
-    another int64 if it is out of memory.
+    x, W, b (or NULL) and y are addresses (all but W of float32), the sizes are int64, and threads is an int. The
+    function defines the layout of W. It returns 0, or another int64 if it is out of memory.
     """
 
     address: int

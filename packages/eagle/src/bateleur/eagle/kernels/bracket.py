@@ -34,8 +34,7 @@ def bisect(
     key_S, mass_S, tail, errors, num_above, low, high, MASS: tl.constexpr, SAMPLES: tl.constexpr
 ):  # fmt: skip
     """Bisect between the sort keys `low` and `high`, to two close keys. Returns low, number of samples at or above it,
-    high,
-    and the same number for high.
+    high, and the same number for high.
 
     A key counts as low if at least `num_above` samples are at or above it, and the weight of the samples below it, plus
     `errors` standard errors, is at most `tail`.
@@ -82,8 +81,7 @@ def sample_brackets(
     """Estimate the brackets of a row's top_k and top_p thresholds; returns low_k, high_k, low_p, high_p.
 
     best: largest logit over the temperature. total: mass of the row, in units of the mass of its best token. Without
-        top_k
-    its bracket is empty and ends below the floor, so that all kept tokens count as above the bracket.
+    top_k its bracket is empty and ends below the floor, so that all kept tokens count as above the bracket.
     """
     sample_S = tl.arange(0, SAMPLES)
     lane_S = sample_S * (size // SAMPLES) + sample_S * (size % SAMPLES) // SAMPLES
@@ -110,8 +108,7 @@ def bracket_kernel(
     values_ptr, owners_ptr, counts_ptr, prompts_ptr, before_ptr, num_before,
     KIND: tl.constexpr, SAMPLES: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
-    """Estimate each row's brackets. Also finds its largest logit over the temperature, which is NaN for a row with a
-    NaN.
+    """Estimate each row's brackets and find its largest logit over the temperature; NaN for a row with a NaN.
 
     Grid (rows). Occupancy on sm_90: at least 1 block per SM. Sets the row's sums and its number of candidates to 0.
     """

@@ -50,7 +50,7 @@ def penalised(x_L, lane_L, stop, penalties, KIND: tl.constexpr):
 
 
 def arguments(penalties: Penalties | None, unused: Tensor) -> tuple[list[Any], int]:
-    """Return the arguments of `penalties_of` from `values_ptr` on, and its KIND. unused: passed for tensors not given."""
+    """Return the arguments of `penalties_of` from `values_ptr` on, and its KIND. unused: stands for absent tensors."""
     if penalties is None:
         return [unused] * 5 + [0], 0
     before = penalties.before

@@ -1,5 +1,5 @@
-"""The rule COUPLED in one pass over the logits: noise, argmax and NaN flag of every logit row, then the output of
-every request.
+"""The rule COUPLED in one pass over the logits: noise, argmax and NaN flag of every logit row, then the output of every
+request.
 
 A program computes the noise of a tile only if an upper bound of its perturbed logits exceeds the best one so far. The
 bound needs no logarithm, so the two logarithms of the noise are computed for a few tiles of a row only. The result does
@@ -37,16 +37,14 @@ def fmix64(x):
 
 @triton.jit
 def row_words(seed, position):
-    """Return low and high word of the hashed noise key; `position` may be the packed number of
-    `bateleur.eagle.noise.names`.
-    """
+    """Return low and high word of the hashed key of a row; `position` may be the packed number of `noise.names`."""
     row = fmix64(fmix64(seed.to(tl.uint64, bitcast=True) + 0x9E3779B97F4A7C15) ^ position.to(tl.uint64, bitcast=True))
     return row.to(tl.uint32), (row >> 32).to(tl.uint32)
 
 
 @triton.jit
 def uniform(word_L, low, high):
-    """Return the uniform numbers of hashed token ids in a row with key words low and high, as `bateleur.eagle.noise`."""
+    """Return the uniform numbers of hashed token ids in a row with key words low and high, as `noise.uniform`."""
     x_L = ((word_L.to(tl.uint32, bitcast=True) ^ low) * 0x7FEB352D) ^ high
     x_L = (x_L ^ (x_L >> 15)) * 0x846CA68B
     x_L = (x_L ^ (x_L >> 16)) * 0x2C1B3C6D
@@ -139,8 +137,7 @@ def emit_kernel(
     BLOCK_C: tl.constexpr, BLOCK_S: tl.constexpr, SINGLE: tl.constexpr,
 ):  # fmt: skip
     """Combine the maxima of the shares of each logit row, and emit each request's samples up to the first that differs
-    from
-    its draft.
+    from its draft.
 
     Grid (requests). Occupancy on sm_90: at least 4 blocks per SM.
     SINGLE: every request has one row and no draft, and a row with a NaN gets token 0.
@@ -174,8 +171,7 @@ def emit_kernel(
 
 def tile_options(size: int, num_rows: int, kind: int = 0) -> tuple[dict[str, Any], int]:
     """Return launch options of `draw_kernel` for at most ``num_rows`` rows of ``size`` tokens, and how many tokens of a
-    row
-    one program samples from (a share).
+    row one program samples from (a share).
 
     kind: KIND of `penalties_of`.
     """
@@ -215,8 +211,7 @@ def coupled(
     """Verify drafts under the rule COUPLED, as `bateleur.eagle.verify`.
 
     Logits are contiguous in their last dimension, float32 or narrower, with at least one row. Greedy rows are detected
-    on
-    the device. Two launches, and the four of `truncation_thresholds` before them if rows truncate.
+    on the device. Two launches, and the four of `truncation_thresholds` before them if rows truncate.
     """
     return _launch(logits, drafts.tokens.contiguous(), rows, lanes, metadata)
 

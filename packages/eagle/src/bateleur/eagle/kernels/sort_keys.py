@@ -1,8 +1,8 @@
 """Values that the truncation kernels share: a token's sort key, its probability mass, and a row's parameters.
 
-The key of a token is an int64. Its upper bits are the logit over the temperature, as an integer of the same order.
-Its lower 24 bits are the id, counted from the end. So all keys of a row differ, and of equal logits the lowest id has
-the largest key.
+The key of a token is an int64. Its upper bits are the logit over the temperature, as an integer of the same order. Its
+lower 24 bits are the id, counted from the end. So all keys of a row differ, and of equal logits the lowest id has the
+largest key.
 
 Legend: L token ids (`lane_L`) of a tile. KIND: kind of penalties, see `penalties_of`.
 """
@@ -73,9 +73,7 @@ def mass_of(x, best):
 
 @triton.jit
 def metadata_of(sampling_ptr, row, size):
-    """Load temperature, log_min_p, top_k (`size` if all are kept) and top_p of a row, and whether they may drop a
-    token.
-    """
+    """Load a row's temperature, log_min_p, top_k (`size` for all) and top_p, and whether they may drop a token."""
     temperature, log_min_p = tl.load(sampling_ptr + row * 4), tl.load(sampling_ptr + row * 4 + 1)
     top_k, top_p = tl.load(sampling_ptr + row * 4 + 2).to(tl.int64), tl.load(sampling_ptr + row * 4 + 3)
     top_k = tl.where((top_k <= 0) | (top_k > size), size, top_k).to(tl.int64)

@@ -150,9 +150,7 @@ def read_keys(source, start, BLOCK: tl.constexpr, KIND: tl.constexpr):
 
 @triton.jit
 def weigh(source, best, low, high, BLOCK: tl.constexpr, KIND: tl.constexpr):
-    """Return the total mass of the tokens of a source with sort keys in [low, high], int64, and the largest of these
-    keys.
-    """
+    """Return the mass of the tokens of a source with sort keys in [low, high], int64, and the largest of these keys."""
     mass_L, largest_L = tl.zeros([BLOCK], tl.int64), tl.full([BLOCK], NO_KEY, tl.int64)
     for start in range(0, source[1], BLOCK):
         key_L = read_keys(source, start, BLOCK, KIND)
@@ -199,9 +197,7 @@ def select(
 
 @triton.jit
 def ends_of(brackets_ptr, LOW: tl.constexpr, given, floor, ceiling):
-    """Return the ends of a bracket, columns LOW and LOW + 1 of a row of brackets; floor and ceiling if `given` is
-    False.
-    """
+    """Return the ends of a bracket, columns LOW and LOW + 1 of its row; floor and ceiling if `given` is False."""
     low, high = tl.load(brackets_ptr + LOW), tl.load(brackets_ptr + LOW + 1)
     return tl.where(given, low, floor), tl.where(given, high, ceiling)
 

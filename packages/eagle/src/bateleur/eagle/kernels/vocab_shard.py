@@ -85,7 +85,7 @@ def last_tie_options(size: int) -> dict[str, Any]:
 
 
 def histogram_rows(scaled: Tensor, mass: Tensor | None, start: Tensor, shift: int) -> Tensor:
-    """Return the histogram (N, 256) int64 of `shard_truncation._histogram`, in two launches, one of which writes zeros."""
+    """Return the histogram (N, 256) int64 of `shard_truncation._histogram`, in two launches: one writes zeros."""
     num_rows, size = scaled.shape
     out = torch.zeros(num_rows, _DIGITS.value, dtype=torch.int64, device=scaled.device)
     options, share = histogram_options(size, num_rows)
@@ -98,7 +98,7 @@ def histogram_rows(scaled: Tensor, mass: Tensor | None, start: Tensor, shift: in
 
 
 def last_tie_rows(scaled: Tensor, least: Tensor, kept: Tensor, own: Tensor) -> Tensor:
-    """Return the last kept tie (N,) int32 of each row in one launch, see `shard_truncation._last_tie`."""
+    """Return the index of the last kept tie (N,) int32 of each row in one launch, see `shard_truncation._last_tie`."""
     num_rows, size = scaled.shape
     last = torch.empty(num_rows, dtype=torch.int32, device=scaled.device)
     last_tie_kernel[(num_rows,)](

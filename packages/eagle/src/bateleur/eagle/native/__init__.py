@@ -37,9 +37,7 @@ def draw_rows(logits: Tensor, values: Tensor, words: Tensor, seeds: Tensor, name
 
 
 def argmax_rows(logits: Tensor) -> tuple[Tensor, Tensor] | Unsupported:
-    """Return token id (N,) int64 and bad flag (N,) bool of each row's first maximum, as `draw.argmax`; or
-    `Unsupported`.
-    """
+    """Return token id (N,) int64 and bad flag (N,) bool of each row's first maximum, as `argmax`; or `Unsupported`."""
     if not takes(logits):
         return UNSUPPORTED
     tokens, bad = _empty(logits)

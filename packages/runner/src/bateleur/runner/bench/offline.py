@@ -144,8 +144,7 @@ class OfflineBench:
         }
 
     def result(self, command: str, rows: list[dict[str, Any]], **facts: Any) -> dict[str, Any]:
-        """Return the JSON object of a benchmark; `ratio` in the rows of other engines is bateleur's speed divided by
-        theirs.
+        """Return the JSON object of a benchmark. `ratio`: bateleur's speed divided by that of another engine.
 
         rows: one for each engine, bateleur's first. facts: further entries of the object.
         """
@@ -169,8 +168,7 @@ class OfflineBench:
 
 
 def bench_latency(target: BenchTarget, config: LatencyConfig, command: str) -> dict[str, Any]:
-    """Measure one batch of equal requests: times to first token and per output token, compared with the bandwidth
-    bound.
+    """Measure one batch of equal requests: times to first token and per output token, against the bandwidth bound.
 
     CPU time is measured, too, because it hardly depends on the load of the machine.
     """

@@ -38,7 +38,7 @@ def bench_serve(
     """Measure one or two servers at every request rate. Raises Unmeasured if a server does not answer.
 
     options: options of `LLM` for servers that are started. report: called with progress. command: recorded in the
-        result.
+    result.
     """
     with ExitStack() as stack:
         servers = _servers(model, config, options, stack)

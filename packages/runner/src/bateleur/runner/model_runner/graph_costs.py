@@ -13,8 +13,7 @@ class GraphCosts:
     """Totals over all graph captures of an engine; `str` is one line for a log.
 
     num_graphs: CUDA graphs; a PIECEWISE key has several. num_keys: captured graph keys. num_failed: keys that could not
-        be
-    captured. seconds: host time of warm-ups and captures. nbytes: device memory in bytes.
+    be captured. seconds: host time of warm-ups and captures. nbytes: device memory in bytes.
     """
 
     num_graphs: int

@@ -92,8 +92,7 @@ def make_dispatcher(
     support: GraphSupport,
     query_lens: Sequence[int] = (1,),
 ) -> tuple[CudagraphDispatcher, str | None]:
-    """Return the dispatcher for metadata builders with this graph support, and why it uses another mode than `mode`, if
-    so.
+    """Return the dispatcher for metadata builders with this support, and the reason if its mode is not `mode`.
 
     query_lens: query lengths of decode steps: 1, and 1 + each number of drafts that all requests may have.
     """
@@ -154,9 +153,7 @@ class GraphDispatcher:
             self.manager = CudaGraphManager(self.dispatcher, backend, checks=options.checks)
 
     def warm_up(self, drafter: EagleSpeculator | None) -> None:
-        """Run dummy prompts, so that captures and steps find their kernels loaded. Does nothing on a CPU that captures
-        no graphs.
-        """
+        """Run dummy prompts, so that later runs find kernels loaded. Does nothing on a CPU if no graph is captured."""
         if self.model.device.type == "cpu" and self.manager is None:
             return
         with torch.inference_mode():
@@ -182,8 +179,7 @@ class GraphDispatcher:
         """Capture the passes of a draft head over the staged inputs of the target's graphs, and warn as `capture` does.
 
         If one graph can hold a whole proposal, `ProposalGraphs` captures the passes after decodes. Without graphs of
-        the
-        target, the head runs eagerly.
+        the target, the head runs eagerly.
         """
         if self.manager is None or not self.manager.states or drafter.decode is None:
             return
@@ -205,8 +201,7 @@ class GraphDispatcher:
         """Take part in a step of other data-parallel ranks, on a rank without a step; returns whether there was one.
 
         Dummy requests run with null blocks and slots, as many as the graph of the step holds, and sample nothing.
-        Without a
-        graph one dummy token runs, and the experts get padding.
+        Without a graph one dummy token runs, and the experts get padding.
         """
         if self.sync is None or (agreed := self.sync.dispatch(None)).batch is None:
             return False
@@ -217,8 +212,7 @@ class GraphDispatcher:
         self.run(self._producer.stage_prompt(1) if key is None else self._producer.stage(key, Phase.RUN))
 
     def run(self, staged: StagedBatch[StepContext]) -> tuple[Tensor, ...]:
-        """Run a staged step. Returns the final hidden states (padded tokens, hidden size), then those that a drafter
-        reads.
+        """Run a staged step. Returns hidden states (padded tokens, hidden size): final, then those for a drafter.
 
         The next replay overwrites results of a graph. Raises ReplayFailed if the graph failed; its key runs eagerly
         from then on.

@@ -56,10 +56,8 @@ class ModelState:
     """The KV cache groups of a model with their metadata builders: attention layers first, then recurrent layers.
 
     In cache mode `none`, row r of the request table (N rows) always owns the state slots 1 + r, 1 + r + N, ...; in
-    other
-    modes `MambaStateManager` allocates them. `RequestStates` and the ring buffers of recent inputs have the request's
-    data
-    at index 1 + r.
+    other modes `MambaStateManager` allocates them. `RequestStates` and the ring buffers of recent inputs have the
+    request's data at index 1 + r.
     """
 
     def __init__(
@@ -73,8 +71,8 @@ class ModelState:
         adapters: AdapterPool | None = None,
     ) -> None:
         """prompt_scan: kernel that runs recurrent layers over prompts. checks: from CHEAP on, steps for FULL graphs
-        carry their
-        host scalars, which replays compare. At PARANOID every batch is validated, without waiting for the device.
+        carry their host scalars, which replays compare. At PARANOID every batch is validated, without waiting for the
+        device.
         """
         self._checks, self.adapters, self._limits, self._device = checks, adapters, limits.buffers, model.device
         self.caches = caches
@@ -183,12 +181,10 @@ class ModelState:
         batch_id: object = None,
         adapter_slots: NDArray[np.int32] | None = None,
     ) -> StagedBatch[StepContext]:
-        """Build the metadata of each KV cache group, for a batch in the buffers that runs in graph `key` (None:
-        eagerly).
+        """Build the metadata of each KV cache group for the buffers' batch. key: its graph; None if it runs eagerly.
 
         Replays accept only the latest result. batch_id: identity of the staged rows, see `StepRows`; None for rows that
-        do not
-        repeat. adapter_slots: slots of the LoRA adapters of its tokens without padding; None for no adapter.
+        do not repeat. adapter_slots: slots of the LoRA adapters of its tokens without padding; None for no adapter.
         """
         if self._checks >= ReplayChecks.PARANOID:
             level: Literal["host", "device"] = "device" if self._device.type == "cpu" else "host"
@@ -226,9 +222,7 @@ class ModelState:
         return metadata
 
     def admit(self, rows: NDArray[np.int64], computed: NDArray[np.int32]) -> None:
-        """Reset the recurrent states of table rows that new requests got, with `computed` tokens found in the prefix
-        cache.
-        """
+        """Reset the recurrent states of new requests' table rows. computed: number of tokens in the prefix cache."""
         if self._states is None or self._mamba is None or self.caches.pool is None:
             return
         self._states.admit(1 + rows, computed)

@@ -83,8 +83,7 @@ class StepProducer:
 
     @property
     def _longest_bound(self) -> int | None:
-        """`max_seq_len` of eager dummy requests. With `max_model_len` they launch every kernel that real requests
-        launch.
+        """`max_seq_len` of eager dummy requests: `max_model_len`, so that they launch all kernels of real requests.
 
         None, for their own length, if the backend is slow with a bound above the lengths.
         """
@@ -105,8 +104,7 @@ class StepProducer:
         """Stage a random batch that `key` can hold, over random cache contents; for an engine without requests.
 
         Only the cache entries that this batch reads are filled, on the device. The same `seed` gives the same contents
-        on
-        devices of one type.
+        on devices of one type.
         """
         rng = np.random.default_rng(seed)
         caches, device = self.model_state.caches, self.buffers.device
@@ -134,11 +132,7 @@ class StepProducer:
         return self.model_state.prepare(self.buffers.stage(rows, shape), key, adapter_slots=slots)
 
     def written(self, context: StepContext) -> dict[str, torch.Tensor]:
-        """Return the cache entries of the batch, which a step may write, and a checksum of all others, which must not
-        change.
-
-        Waits for the device.
-        """
+        """Return the cache entries that a step may write, and a checksum of all others. Waits for the device."""
         caches, batch = self.model_state.caches, context.batch
         found, states = {}, 1 if caches.kv else 0
         for name, whole in caches.named().items():

@@ -46,10 +46,8 @@ class Scheduler:
         prefixes: PrefixCache | None = None,
     ) -> None:
         """pool: KV blocks; None for a model without attention. lookahead_tokens: tokens after those of a step for which
-        a request
-        also gets KV slots, because a drafter stores keys there. states: allocator of the recurrent states in blocks, if
-        any.
-        prefixes: None without prefix caching.
+        a request also gets KV slots, because a drafter stores keys there. states: allocator of the recurrent states in
+        blocks, if any. prefixes: None without prefix caching.
         """
         self.table, self.pool, self.states, self.prefixes = table, pool, states, prefixes
         self.admitted: list[Request] = []
@@ -187,8 +185,7 @@ class Scheduler:
         """Return the batch of the next step, with its KV blocks allocated; None if nothing can run.
 
         The lengths in the table then include this step, as upper bounds. in_flight: whether the results of another step
-        are
-        still unknown, so that the table has upper bounds for it, too.
+        are still unknown, so that the table has upper bounds for it, too.
         """
         if self.fetching and self.prefixes is not None and self.prefixes.offload_tiers is not None:
             for request in self.fetching.intersection(self.prefixes.offload_tiers.arrived()):
@@ -250,8 +247,7 @@ class Scheduler:
         """Return the table rows of decoding requests that must wait for the step in flight.
 
         They may have ended by then, or they cannot be planned from upper bounds of their lengths, which count empty
-        draft
-        slots, too.
+        draft slots, too.
         """
         t = self.table
         rows = self.batch.rows if self.batch is not None else self._decoding_rows()

@@ -124,8 +124,7 @@ class StepBatch:
     def step_rows(
         self, table: RequestTable, sampled_ids: Tensor | None, num_computed_device: Tensor | None
     ) -> StepRows:
-        """Return the step's rows (requests) as `InputBuffers` stage them. If the batch repeats, only lengths and ids
-        are new.
+        """Return the step's rows (requests) for `InputBuffers`. If the batch repeats, only lengths and ids are new.
 
         sampled_ids: ids of the decoding requests on the device. num_computed_device: (R,) exact lengths, if `is_exact`
         is not None.
@@ -157,8 +156,7 @@ class LogitsIndex:
     """Maps rows of logits of a batch to the requests that they belong to.
 
     A request that samples has one row of logits for its last token and one for each draft slot, which is the position
-    of a
-    draft or of padding. Tensors are uploaded when they are first read.
+    of a draft or of padding. Tensors are uploaded when they are first read.
 
     sampled: (S,) indices in the batch of requests that sample. first_S: (S,) first row of logits of each. num_slots_S:
     (S,) draft slots of each. num_logits: L, number of rows of logits.
@@ -210,9 +208,7 @@ class LogitsIndex:
 
     @cached_property
     def first_token(self) -> Tensor:
-        """Index in the step of the token that gives each sampling request's first row of logits, (S,) int64 on the
-        device.
-        """
+        """Index of the token that gives each sampling request's first row of logits, (S,) int64 on the device."""
         return self._upload(self._first_token_S)
 
     @cached_property

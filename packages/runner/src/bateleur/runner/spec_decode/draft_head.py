@@ -55,12 +55,9 @@ class DraftHead:
         """Load a draft head for `target`, on its device and in its dtype.
 
         path: a folder, "mtp" for the head in the target's `checkpoint`, or "auto" for the head that is installed with
-            the
-        package's own model. shipped: whether the target is this model. recorded: see `Projection.pack`; None packs
-        nothing.
-        Raises ValueError for "auto" with another target, a folder or a checkpoint without a head, a head that does not
-        fit, or
-        a target without attention layers, whose blocks the head's keys and values would share.
+        the package's own model. shipped: whether the target is this model. recorded: see `Projection.pack`; None packs
+        nothing. Raises ValueError for "auto" with another target, a folder or a checkpoint without a head, a head that
+        does not fit, or a target without attention layers, whose blocks the head's keys and values would share.
         """
         if path == MTP:
             assert checkpoint is not None

@@ -20,8 +20,7 @@ class DraftPlanner:
     the drafter can propose.
     graphed: numbers of drafts, equal for all requests, for which steps have CUDA graphs; empty without graphs.
     waits_for_length: whether requests wait for their exact length before drafts are planned, because sampled tokens
-        depend
-        on the number of drafts, as under the acceptance rules RATIO and BLOCK.
+        depend on the number of drafts, as under the acceptance rules RATIO and BLOCK.
     """
 
     def __init__(
@@ -43,8 +42,8 @@ class DraftPlanner:
         """Write `num_drafts`, `num_draft_slots` and `must_wait` of the request table for all decoding requests.
 
         A request verifies those proposed drafts that its remaining length allows. While a step is in flight, only
-        bounds of the
-        length are known. If the request's tokens depend on the number of drafts, it waits until the length is known.
+        bounds of the length are known. If the request's tokens depend on the number of drafts, it waits until the
+        length is known.
         """
         table = self._table
         rows = np.flatnonzero(table.num_computed >= np.maximum(table.prefill_len, 1))
@@ -66,8 +65,7 @@ class DraftPlanner:
         """Return how many draft slots (drafts and padding) each request gets for `lengths` drafts, (R,).
 
         room: maximum slots of each request. With graphs all requests get as many slots as the graph for the longest
-            one,
-        because batches of different lengths would run eagerly (vLLM #35387).
+        one, because batches of different lengths would run eagerly (vLLM #35387).
         """
         if not self._graphed:
             return lengths

@@ -65,8 +65,7 @@ class MtpHead:
     """An MTP head, a `bateleur.eagle.heads.Head`. Its weights are uninitialised until a loader fills them.
 
     spec: sizes as every `Head` has them. module: sizes and types of its layers. embedding_first: whether the embedding
-        is
-    the first of the two inputs of `fc`.
+    is the first of the two inputs of `fc`.
     """
 
     target_ids: Tensor | None = None
@@ -177,8 +176,7 @@ class DraftSync:
     """Makes all ranks run equally many draft passes, by one exchange of two integers.
 
     Each pass of the head runs the collectives of its experts, but policies may want different numbers on each rank, and
-    an
-    idle rank wants none.
+    an idle rank wants none.
     """
 
     def __init__(self, head: MtpHead, exchange: ExpertParallel) -> None:

@@ -47,9 +47,7 @@ class ProposalState:
     passes: FullProposalState
 
     def staged(self, key: BatchExecutionDescriptor, generation: int) -> StagedBatch[ProposalState]:
-        """Return this state as a staged batch for graph `key`. generation: number of stagings so far, see
-        `ProposalSteps`.
-        """
+        """Return this state as a staged batch for graph `key`. generation: see `ProposalSteps.generation`."""
         return StagedBatch(key, self, generation, self.passes.signature)
 
 
@@ -76,8 +74,7 @@ class ProposalSteps:
         return self._behind(key, forward_step.state, outputs, phase)
 
     def fuzz(self, key: BatchExecutionDescriptor, seed: int) -> StagedBatch[ProposalState]:
-        """Replay the forward pass of a random batch, and stage the proposal after it, over random draft caches and
-        samples.
+        """Replay the forward pass of a random batch, and stage the proposal after it, over random draft caches.
 
         Use it only in an engine without requests.
         """
@@ -115,9 +112,7 @@ class ProposalSteps:
 
 
 def features_of(drafter: Drafter, hidden: Tensor, taps: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Return the hidden states that the drafter reads, in its order: `taps`, between the target's layers, and the final
-    one.
-    """
+    """Return the hidden states that a drafter reads: `taps`, from between the layers, and the final one if needed."""
     return (*taps, hidden) if drafter.needs.hidden else tuple(taps)
 
 

@@ -115,8 +115,7 @@ class Proposer:
         hides the positions that it has missed.
 
         features: hidden states that the drafter reads. ended: results of sampling and verification. admitted: requests
-            whose
-        first step this was since they got their table row.
+        whose first step this was since they got their table row.
         """
         for request in admitted:
             self._admit(request)
@@ -153,7 +152,7 @@ class Proposer:
     def _keep(
         self, batch: StepBatch, context: DraftContext, drafts: Tensor, lengths: NDArray[np.int32]
     ) -> NDArray[np.int32]:
-        """Store drafts (R, K) for verification; returns how many of the wanted `lengths` (R,) the next step verifies."""
+        """Store drafts (R, K) for verification. Returns how many of the wanted `lengths` (R,) will be verified."""
         if self._foreign:
             k = self.drafter.num_speculative_tokens
             drafts = checked_drafts(drafts, context.rows, k, self._parameters.vocab_size)
@@ -232,8 +231,7 @@ class Proposer:
             )
 
     def _next_lengths(self, batch: StepBatch, greedy: bool) -> tuple[NDArray[np.int32], bool]:
-        """Return the number of drafts (R,) for the next step of each request, and whether the policy withheld possible
-        drafts.
+        """Return how many drafts each request gets next (R,), and whether the policy withheld possible drafts.
 
         Requests in the middle of a prompt get 0. A preempted request gets the same number again, because its tokens
         depend on the number under RATIO and BLOCK.
