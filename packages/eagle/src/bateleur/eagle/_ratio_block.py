@@ -65,8 +65,11 @@ def ratio(logits: Tensor, drafts: Drafts, rows: Rows, lanes: Lanes | None) -> Re
 def block(logits: Tensor, drafts: Drafts, rows: Rows, lanes: Lanes | None) -> RejectionOutput:
     """Verify by the rule BLOCK: accept up to the last draft whose test holds (Sun et al. 2024, algorithm 2).
 
-    weight_k = min(1, weight_{k-1} p/q) is the probability that at least k drafts are accepted. The last draft is
-    tested against its weight. Earlier drafts are tested against the probability that the later tests leave.
+    weight_k = min(1, weight_{k-1} p/q) is the probability that at least k drafts are accepted. The last draft passes
+    its
+    test with probability weight_k, an earlier one with e / (e + 1 - weight_k). e is the sum of (weight_k p - q)+ over
+    the
+    vocabulary at the next position.
     """
     case = _case(logits, drafts, rows, Rule.BLOCK, lanes)
     logit_rows, num_drafts = case.logit_rows, case.p.shape[1]
@@ -114,7 +117,7 @@ def _case(logits: Tensor, drafts: Drafts, rows: Rows, rule: Rule, lanes: Lanes |
 
 
 def _probability(logits: Tensor, scale: LogNormalizer, row: Tensor, token: Tensor, shard: VocabShard | None) -> Tensor:
-    """Return the probability of tokens, of any shape, under logit rows of the same shape; 0 for invalid ids."""
+    """Return the probabilities of `token` (any shape) in the logit rows `row` (same shape); 0 for invalid ids."""
     if shard is None:
         lane, here = token.clamp(0, logits.shape[1] - 1), (token >= 0) & (token < logits.shape[1])
     else:
@@ -143,7 +146,9 @@ def _declared(
 
 
 def _matches(case: _Case) -> Tensor:
-    """Return (R, K) bool: whether the draft is the first maximum of its logit row, the test of greedy requests."""
+    """Return (R, K) bool: whether the draft is the first maximum of its logit row, which is the test of greedy
+    requests.
+    """
     return case.best.token_ids[case.logit_rows.index[:, :-1]] == case.logit_rows.tokens
 
 

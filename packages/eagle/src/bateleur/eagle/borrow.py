@@ -21,7 +21,7 @@ class TargetState(Protocol):
 
     @property
     def batch(self) -> CommonAttentionMetadata:
-        """Batch metadata of the step in the target's input buffers."""
+        """Batch metadata of the step that is in the target's input buffers."""
         ...
 
     @property

@@ -99,7 +99,9 @@ class DraftInputs(DraftBuffers):
         self._rows = rows  # number of leading rows that may differ from 0
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return every buffer that is staged for each step, by name; without logits of drafts, which persist."""
+        """Return every buffer that is staged for each step, by name: all but the logits of drafts, which outlive a
+        step.
+        """
         staged = {} if self.logits is None else {"logits.rows": self.logits.rows}
         return super().tensors() | staged
 
@@ -166,7 +168,9 @@ class DraftLogits:
         self.rows = torch.full((max_num_reqs,), max_num_reqs, dtype=torch.int64, device=device)
 
     def stage(self, rows: Tensor | None) -> None:
-        """Set the rows (R,) int64 of the request table for which the next drafts are kept; None for a dummy step."""
+        """Set the rows (R,) int64 of the request table for which `keep` stores logits from now on; None for a dummy
+        step.
+        """
         count = 0 if rows is None else len(rows)
         if rows is not None:
             self.rows[:count] = rows

@@ -8,7 +8,7 @@ position further.
 All functions write into `DraftBuffers`, read no value on the host, and have static shapes, so they can be captured.
 They find the number of real requests on the device, and fill all entries after them with padding values.
 
-On CUDA each function is one kernel. The code here is the torch form.
+On CUDA each function is one Triton kernel. The code here is its PyTorch implementation.
 
 Legend for shapes: R requests and T tokens of the batch with padding, N requests and M tokens of the buffers, K drafts.
 """

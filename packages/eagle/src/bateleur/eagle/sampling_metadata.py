@@ -133,7 +133,9 @@ TRUNCATION = Implementations(truncation_thresholds, triton="bateleur.eagle.kerne
 
 
 def thresholds_by_sort(logits: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute `truncation_thresholds` by a sort: the specification, and the form for a CPU without a compiler."""
+    """Compute `truncation_thresholds` by a sort: the specification, and the implementation for a CPU without a
+    compiler.
+    """
     size, scaled_NV = logits.shape[1], apply_temperature(logits, values[:, TEMPERATURE])
     best_N1 = scaled_NV.amax(-1, keepdim=True)
     floor_N1 = best_N1 + values[:, LOG_MIN_P, None]

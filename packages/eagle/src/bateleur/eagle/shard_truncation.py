@@ -77,7 +77,7 @@ def shard_thresholds(logits: Tensor, metadata: SamplingMetadata, shard: VocabSha
 
 
 def _top(scaled_NL: Tensor, floor_N: Tensor, top_k_N: Tensor, shard: VocabShard) -> _Edge:
-    """Find the threshold of each row that keeps its top_k largest tokens not below `floor_N`."""
+    """Find the top_k threshold of each row among the tokens that are not below `floor_N`."""
     size = shard.vocab_size
     top_k_N = top_k_N.where((top_k_N > 0) & (top_k_N < size), size)
     found = _search(scaled_NL, None, floor_N, top_k_N.minimum, shard)

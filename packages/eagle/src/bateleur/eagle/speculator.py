@@ -126,7 +126,7 @@ class EagleSpeculator:
     @property
     def can_start_late(self) -> bool:
         """Whether the head drafts for requests whose first tokens it has not seen, see `DraftContext.start_positions`.
-        Only the C form can.
+        Only the C implementation (`NativeChain`) can.
         """
         return self._native is not None and self._is_eager
 
@@ -164,7 +164,9 @@ class EagleSpeculator:
         return tokens_RK.clone() if room_R is None else tokens_RK.where(self._columns < room_R.unsqueeze(1), -1)
 
     def distribution(self, rows: Tensor) -> DraftDistribution:
-        """Return the distribution of the last drafts of rows of the request table: logits under RATIO and BLOCK."""
+        """Return the distribution of the last drafts of the request table's rows `rows`: their logits under RATIO and
+        BLOCK.
+        """
         kept = self.inputs.logits
         if kept is None:
             return Coupled()

@@ -129,7 +129,9 @@ class Fields:
 
 
 def _llama3(turn: float, fields: Fields) -> float:
-    """Return the rotary frequency `turn` scaled as in Llama 3.1: divided by `factor` if low, kept if high."""
+    """Return the rotary frequency `turn` scaled as in Llama 3.1: kept if high, divided by `factor` if low, else
+    between.
+    """
     factor, low = fields.number("factor", 8.0), fields.number("low_freq_factor", 1.0)
     high, context = fields.number("high_freq_factor", 4.0), fields.size("original_max_position_embeddings")
     if high <= low:

@@ -46,7 +46,7 @@ class Rotary:
         self._table: Rotation | None = None
 
     def reserve(self, num_positions: int) -> None:
-        """Precompute cosines and sines of all positions below `num_positions`; later positions are then an error."""
+        """Precompute cosines and sines of all positions below `num_positions`. Positions above them are then an error."""
         positions = torch.arange(num_positions, device=self._inv_freq_P.device)
         self._table = self._turn(positions)
 
@@ -85,7 +85,9 @@ class Attention:
     """Grouped-query attention; query, key and value come from one projection of an input of size `width`."""
 
     def __init__(self, spec: HeadSpec, weights: Weights, name: str, index: int, width: int) -> None:
-        """index: layer index that is passed to `Attend`. width: X, width of the input."""
+        """name: prefix of the weight names. index: layer index that is passed to `Attend`. width: X, width of the
+        input.
+        """
         self._index = index
         self._num_heads, self._num_kv_heads, self._head_dim = spec.num_heads, spec.num_kv_heads, spec.head_dim
         rows = [heads * spec.head_dim for heads in (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)]

@@ -1,1 +1,1 @@
-"""Triton forms of the functions of `bateleur.eagle`. Importing its modules imports Triton; importing this does not."""
+"""Triton implementations of functions of `bateleur.eagle`. Importing a module imports Triton; this package does not."""

@@ -1,5 +1,5 @@
-"""Triton kernels of the ids, positions, lengths and slots of draft passes, one launch per function. The specification
-is the torch form in `bateleur.eagle.geometry`.
+"""Triton kernels of the ids, positions, lengths and slots of draft passes, one launch per function. The PyTorch
+implementation in `bateleur.eagle.geometry` is the specification.
 
 Legend: T tokens or N rows (requests) of a tile.
 """

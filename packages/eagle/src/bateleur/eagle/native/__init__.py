@@ -1,4 +1,4 @@
-"""C forms of sampling over a vocabulary, for CPU tensors if a C compiler is found: `draw.c`."""
+"""C implementations of sampling over a vocabulary (`draw.c`), for CPU tensors if a C compiler is found."""
 
 from functools import cache
 from pathlib import Path
@@ -49,7 +49,10 @@ def argmax_rows(logits: Tensor) -> tuple[Tensor, Tensor] | Unsupported:
 
 
 def truncate_rows(logits: Tensor, values: Tensor) -> tuple[Tensor, Tensor] | Unsupported:
-    """Return truncation thresholds: each row's smallest kept logit, and the last kept token id equal to it."""
+    """Return each row's smallest kept logit, and the last kept token id equal to it; or `Unsupported`.
+
+    values: (N, 4) float32, see `SamplingMetadata`.
+    """
     if not takes(logits):
         return UNSUPPORTED
     scaled = apply_temperature(logits, values[:, 0])

@@ -54,7 +54,8 @@ class BenchTarget:
 class OfflineBench:
     """Runs tasks on bateleur and on the engines to compare with, and computes the bandwidth bound of a decode step.
 
-    max_model_len, max_num_seqs: defaults of the options. Raises ValueError as `LLM` does, before anything is loaded.
+    max_model_len, max_num_seqs: defaults of the engine options of these names. Raises ValueError as `LLM` does, before
+    anything is loaded.
     """
 
     def __init__(self, target: BenchTarget, max_model_len: int, max_num_seqs: int) -> None:
@@ -127,7 +128,9 @@ class OfflineBench:
             return runs, {engine.name: engine.facts.get("version") for engine in engines}
 
     def step_bound(self, batch: int, context: int) -> dict[str, float]:
-        """Return bytes and flops of a plain decode step, and its least time at the highest measured read bandwidth."""
+        """Return bytes and flops of a decode step without drafts, and its least time at the highest measured read
+        bandwidth.
+        """
         spec = self.checkpoint.spec
         model, _ = describe_model(self.checkpoint, self.dtype, "meta")
         longest = max(context + 1, 64)

@@ -39,7 +39,7 @@ class RowLengths:
         return self._computed_M.index_select(0, rows)
 
     def advance(self, rows: Tensor, batch: CommonAttentionMetadata, num_valid: Tensor) -> None:
-        """Advance table rows (R,) int64 of a step by `num_valid` (R,) int64.
+        """Set the lengths of `rows` (R,) int64 after a step: its computed tokens plus `num_valid` (R,) int64.
 
         Can be captured; padding has row `max_rows`.
         """

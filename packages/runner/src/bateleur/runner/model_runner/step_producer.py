@@ -85,7 +85,7 @@ class StepProducer:
     def _longest_bound(self) -> int | None:
         """`max_seq_len` of eager dummy requests: `max_model_len`, so that they launch all kernels of real requests.
 
-        None, for their own length, if the backend is slow with a bound above the lengths.
+        None if the backend is slow with a bound above the lengths; the longest length is then used.
         """
         return self.buffers.limits.max_model_len if self.model_state.backend.tolerates_loose_bounds else None
 

@@ -124,7 +124,9 @@ class DraftHead:
 
     @property
     def sync(self) -> DraftSync | None:
-        """Coordination with other data-parallel ranks, whose passes then run eagerly; None if there are none."""
+        """Agreement on draft passes with other data-parallel ranks, which makes passes run eagerly; None without such
+        ranks.
+        """
         head = self.head
         if not isinstance(head, MtpHead) or head.exchange is None:
             return None
@@ -172,7 +174,7 @@ class DraftHead:
 def _ends_with_experts(spec: ModelSpec) -> bool:
     """Return whether the head has mixture-of-experts layers, and no attention after them.
 
-    Experts before attention would process every token of a step.
+    Such experts process only the tokens that draft. Experts before attention would process every token of a step.
     """
     kinds = [{type(shard) for shard in parts_of(layer)} for layer in spec.layers]
     last = max(index for index, each in enumerate(kinds) if AttentionLayer in each)
