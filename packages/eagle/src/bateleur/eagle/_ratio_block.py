@@ -66,10 +66,8 @@ def block(logits: Tensor, drafts: Drafts, rows: Rows, lanes: Lanes | None) -> Re
     """Verify by the rule BLOCK: accept up to the last draft whose test holds (Sun et al. 2024, algorithm 2).
 
     weight_k = min(1, weight_{k-1} p/q) is the probability that at least k drafts are accepted. The last draft passes
-    its
-    test with probability weight_k, an earlier one with e / (e + 1 - weight_k). e is the sum of (weight_k p - q)+ over
-    the
-    vocabulary at the next position.
+    its test with probability weight_k, an earlier one with e / (e + 1 - weight_k). e is the sum of (weight_k p - q)+
+    over the vocabulary at the next position.
     """
     case = _case(logits, drafts, rows, Rule.BLOCK, lanes)
     logit_rows, num_drafts = case.logit_rows, case.p.shape[1]

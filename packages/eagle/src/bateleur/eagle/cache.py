@@ -19,7 +19,7 @@ class DraftCache:
     dtype: dtype of the head's activations; None for that of the caches.
     kv_scales: scales (2, Hkv) float32 of the caches of each layer, or None; () for none.
 
-    Raises `ValueError` for a group that does not exist, stores no tokens, or has another block size.
+    Raises `ValueError` for a group that does not exist, stores no tokens, or has another block size than the caches.
     """
 
     kv: Sequence[tuple[Tensor, Tensor]]

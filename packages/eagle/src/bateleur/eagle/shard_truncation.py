@@ -134,11 +134,11 @@ def _search(
 
 
 def _histogram(scaled: Tensor, mass: Tensor | None, start: Tensor, shift: int) -> Tensor:
-    """Return the weight of each digit d in each row, (N, D) int64: of the values with order start + (d << shift) to
-    start + ((d + 1) << shift) - 1.
+    """Return a histogram (N, D) int64 of each row.
 
-    Weight is the number of tokens, or their mass if `mass` (N, L) float32 is given, 1 for the largest. scaled: (N, L)
-    float32. start: (N,) int64.
+    Entry d is the weight of the values whose ordered integer (`order_of`) is in [start + (d << shift), start + ((d + 1)
+    << shift)). Weight is the number of tokens, or their mass if `mass` (N, L) float32 is given, 1 for the largest.
+    scaled: (N, L) float32. start: (N,) int64.
     """
     digit_NL = (order_of(scaled) - start.unsqueeze(1)) >> shift
     weight_NL = torch.ones_like(digit_NL) if mass is None else mass.double().mul_(2.0**40).long()

@@ -107,10 +107,10 @@ def _require_targets(fields: Fields, name: str, expected: int) -> None:
 
 
 def _window(layer: Fields) -> int | None:
-    """Return the sliding window of the first layer; `layer_types`, if given, decides whether there is one.
+    """Return the sliding window of the first layer; None without one, such as if `layer_types` names no sliding layer.
 
-    Without `layer_types` a Mistral layer has the field `sliding_window` or its default in transformers; another layer
-    has a window only if `use_sliding_window` is true.
+    Without `layer_types`, a Mistral layer has the window `sliding_window`, by default that of transformers; another
+    layer has it only if `use_sliding_window` is true.
     """
     types = layer.choices("layer_types", ("full_attention", "sliding_attention"))
     if len(set(types)) > 1:

@@ -46,7 +46,7 @@ class Rotary:
         self._table: Rotation | None = None
 
     def reserve(self, num_positions: int) -> None:
-        """Precompute cosines and sines of all positions below `num_positions`. Positions above them are then an error."""
+        """Precompute cosines and sines of all positions below `num_positions`; others are then an error."""
         positions = torch.arange(num_positions, device=self._inv_freq_P.device)
         self._table = self._turn(positions)
 
