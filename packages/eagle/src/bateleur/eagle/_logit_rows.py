@@ -65,8 +65,9 @@ class LogitRows:
         return (passed_RK & self.drafted).to(torch.int64).cumprod(1).sum(1)
 
     def output(self, accepted_R: Tensor, last: SampledTokens) -> RejectionOutput:
-        """Emit the accepted drafts and the sample `last` of the row after them. A request whose sample is bad (see
-        `SampledTokens`) or that has no rows gets only the drafts.
+        """Emit the accepted drafts and the sample `last` of the row after them.
+
+        A request whose sample is bad (see `SampledTokens`) or that has no rows gets only the drafts.
         """
         end_R1 = accepted_R.unsqueeze(1)
         last_R = last.token_ids.masked_fill(last.bad | ~self.occupied, -1)

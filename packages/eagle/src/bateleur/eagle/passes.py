@@ -93,10 +93,9 @@ class DraftPasses:
         self._forward(execution, self._inputs.last_index[:0], [*self._layers[:-1], self._store])
 
     def chain(self, execution: Execution[DraftState]) -> Tensor:
-        """Run the staged draft pass and stage the next one. With a variant `(k,)` in the key, run all k - 1 passes
-        after the first one.
+        """Run the staged draft pass and stage the next one; returns the (n,) int64 drafts of the last pass.
 
-        The metadata is refreshed before each pass of a variant. Returns the (n,) int64 drafts of the last pass.
+        With a variant `(k,)` in the key, run all k - 1 passes after the first one, with metadata refreshed before each.
         """
         variant = () if execution.key is None else execution.key.variant
         if not variant:

@@ -179,10 +179,10 @@ class StepCost:
 class BySurvival:
     """Draft policy: the lengths with the most expected emitted tokens per cost of the step.
 
-    Draft i survives with probability s_i, the product of the acceptances up to it. A request emits 1 + s_1 + s_2 +
-    ... tokens. Among lengths with the same sum, those with the largest s are best. So one sort gives the best lengths
-    for every sum, and the best sum is chosen. In a large batch, in which a token costs more than any draft gains, that
-    is 0 for all requests.
+    Draft i is accepted with probability s_i, the product of the acceptance probabilities up to it. A request emits 1 +
+    s_1 + s_2 + ... tokens. Among lengths with the same sum, those with the largest s are best. So one sort gives the
+    best lengths for every sum, and the best sum is chosen. In a large batch, in which a token costs more than any draft
+    gains, that is 0 for all requests.
 
     Every `probe_every` steps a request gets one draft more than is best, at most an eighth of the requests at a time.
     Without that, a low estimate would never be corrected.
@@ -192,7 +192,7 @@ class BySurvival:
         self, cost: Cost, *, draft_cost: float = 0.0, uniform: bool = False, probe_every: int | None = 64
     ) -> None:
         """cost: function from a number of tokens to the cost of a target step of that size.
-        draft_cost: cost of one more draft for the request with the most drafts, in the same unit: one draft pass. 0 if
+        draft_cost: cost of one draft pass in the same unit, for each draft of the request with the most drafts; 0 if
             all K are drafted anyway.
         uniform: all requests get the same number (at most their `max_drafts`), and the step is padded to it: for graphs
             with a uniform query length.

@@ -274,11 +274,11 @@ class EagleSpeculator:
     def _borrow(
         self, target: TargetState, now: int | None = None, phase: BuildPhase = BuildPhase.RUN, *, greedy: bool = False
     ) -> DraftState:
-        """Return batch and metadata of a first pass: those of the target's step. For a target without attention
-        the metadata is built.
+        """Return batch and metadata of a first pass: those of the target's step. For a target without attention the
+        metadata is built. now: as for `borrow_violations`.
 
-        Rejected tokens are stored, too: attention requires that every position below `seq_lens` has been written.
-        Causality hides them from kept tokens, and the next token at their position overwrites them.
+        Rejected tokens are stored, too: attention requires that every position below `seq_lens` has been written. The
+        causal mask hides them from kept tokens, and the next token at their position overwrites them.
         """
         batch, metadata = target.batch, target.attention
         if metadata is None:

@@ -78,7 +78,7 @@ class AcceptanceEstimates:
         strength: weight of the estimate of all requests, in observations of one request; above 0.
         memory: observations of a request after which one has decayed to 1/e; at least 1. It is short, because a text
             becomes easier or harder to predict.
-        memory_of_all: the same for all requests; at least 1. A step decays it by as much as it adds.
+        memory_of_all: about how many observations the estimate of all requests remembers; at least 1.
         """
         if not 0 < prior < 1:
             raise ValueError(f"prior={prior} must be in (0, 1)")

@@ -93,7 +93,7 @@ _JOBS = (
 
 
 class _Seen(NamedTuple):
-    """Results of a run: drafts by request and its number of tokens, and the tokens of each request."""
+    """Results of a run. drafts: by name of a request and number of its tokens so far. texts: all tokens, by name."""
 
     drafts: dict[tuple[str, int], list[int]]
     texts: dict[str, list[int]]

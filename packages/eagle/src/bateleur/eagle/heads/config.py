@@ -1,8 +1,9 @@
 """Reads a `config.json` into a `HeadSpec`, for each layout in which heads are published.
 
-Layouts count layers differently. The EAGLE repository, speculators and vLLM give the layer whose *input* is tapped,
-which is the boundary itself. Some trainers give the layer whose *output* is tapped, which is one less than the
-boundary. A checkpoint does not say which, so the caller does (`layer_ids`).
+A head reads the target's hidden states at boundaries between layers (taps). Layouts count them differently. The EAGLE
+repository, speculators and vLLM give the layer whose *input* is read, which is the number of the boundary. Some
+trainers give the layer whose *output* is read, which is one less. A checkpoint does not say which, so the caller does
+(`layer_ids`).
 """
 
 from collections.abc import Collection

@@ -17,7 +17,7 @@ def penalties_of(
     row, size, values_ptr, owners_ptr, counts_ptr, prompts_ptr, before_ptr, num_before, KIND: tl.constexpr
 ):
     """Load the inputs of `penalised` for a logit row. KIND: 0 without penalties, 1 with them, 2 if drafts before the
-    row count, too.
+    row count as generated, too.
     """
     if KIND == 0:  # no code after a constexpr branch that returns: Triton types it, and these pointers are placeholders
         found = (1.0, 0.0, 0.0, counts_ptr, prompts_ptr, before_ptr, 0)

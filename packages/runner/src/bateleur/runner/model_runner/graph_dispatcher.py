@@ -176,10 +176,10 @@ class GraphDispatcher:
             self.sync = DataParallelSync(exchange, self.dispatcher, () if manager is None else manager.ready)
 
     def capture_draft(self, drafter: EagleSpeculator) -> None:
-        """Capture the passes of a draft head over the staged inputs of the target's graphs, and warn as `capture` does.
+        """Capture the passes of a draft head, for each captured state of the target, and warn as `capture` does.
 
-        If one graph can hold a whole proposal, `ProposalGraphs` captures the passes after decodes. Without graphs of
-        the target, the head runs eagerly.
+        If one graph can hold a whole proposal, `ProposalGraphs` captures the passes after decodes instead. Without
+        graphs of the target, the head runs eagerly.
         """
         if self.manager is None or not self.manager.states or drafter.decode is None:
             return

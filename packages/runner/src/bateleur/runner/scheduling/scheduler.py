@@ -184,8 +184,8 @@ class Scheduler:
     def schedule(self, *, in_flight: bool = False) -> StepBatch | None:
         """Return the batch of the next step, with its KV blocks allocated; None if nothing can run.
 
-        The lengths in the table then include this step, as upper bounds. in_flight: whether the results of another step
-        are still unknown, so that the table has upper bounds for it, too.
+        The lengths in the request table then include this step, as upper bounds. in_flight: whether the results of
+        another step are still unknown, so that the table has upper bounds for it, too.
         """
         if self.fetching and self.prefixes is not None and self.prefixes.offload_tiers is not None:
             for request in self.fetching.intersection(self.prefixes.offload_tiers.arrived()):
@@ -215,7 +215,7 @@ class Scheduler:
     def commit(
         self, batch: StepBatch, num_valid: NDArray[np.int64] | None = None, present: NDArray[np.bool_] | None = None
     ) -> None:
-        """Apply the results of the oldest step in flight to the table.
+        """Apply the results of the oldest step in flight to the request table.
 
         num_valid: (R,) number of leading tokens of each request that stay; None for all. present: (R,) whether each
         request still has its table row; None for all. Other requests are skipped.
