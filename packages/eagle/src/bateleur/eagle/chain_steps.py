@@ -28,7 +28,7 @@ from bateleur.metadata import (
 class ChainSteps:
     """Builds the metadata of draft passes after the first one (the chain), for real requests and for dummies.
 
-    It is a `bateleur.cudagraph.Producer` that supports `fuzz` and `poison`.
+    It is a `bateleur.cudagraph.Producer` with `fuzz` (random contents) and `poison` (invalid contents).
 
     builder: metadata builder of the draft layers.
     max_seq_len: upper bound of `seq_lens` of any request, `max_model_len`.

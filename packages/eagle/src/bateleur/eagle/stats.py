@@ -51,7 +51,7 @@ class AcceptStats:
 
     @property
     def acceptance_per_position(self) -> FloatArray:
-        """Share of accepted drafts i among the reached ones (all before accepted), (K,) float64; NaN without any."""
+        """Of the drafts of index i with all before them accepted, the share accepted, (K,) float64; NaN without any."""
         rates = np.full(len(self.tried), np.nan)
         np.divide(self.kept, self.tried, out=rates, where=self.tried > 0)
         return rates

@@ -27,7 +27,7 @@ from bateleur.runner.models import StepContext
 class StepProducer:
     """Holds the input buffers of all steps, and stages dummy and random ones for captures and checks.
 
-    A `bateleur.cudagraph.Producer` that can be fuzzed and poisoned.
+    A `bateleur.cudagraph.Producer` with `fuzz` (random contents) and `poison` (invalid contents).
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class StepProducer:
     def _longest_bound(self) -> int | None:
         """`max_seq_len` of eager dummy requests: `max_model_len`, so that they launch all kernels of real requests.
 
-        None if the backend is slow with a bound above the lengths; the longest length is then used.
+        None if the backend is slow with a bound above the lengths; their own longest length is then used.
         """
         return self.buffers.limits.max_model_len if self.model_state.backend.tolerates_loose_bounds else None
 
