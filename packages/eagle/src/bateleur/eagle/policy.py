@@ -136,9 +136,7 @@ class ByBatchSize:
             )
 
     def lengths(self, rows: PolicyRows) -> I32Array:
-        """Return the number of drafts of each request, (R,) int32, from the number of requests, at most its
-        `max_drafts`.
-        """
+        """Return the number of drafts of each request, (R,) int32: that for R requests, at most `max_drafts`."""
         size = max((size for size in self.num_drafts if size <= len(rows)), default=1)
         return _capped(self.num_drafts[size], rows)
 

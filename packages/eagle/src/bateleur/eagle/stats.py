@@ -51,7 +51,7 @@ class AcceptStats:
 
     @property
     def acceptance_per_position(self) -> FloatArray:
-        """Of the drafts of index i with all before them accepted, the share accepted, (K,) float64; NaN without any."""
+        """Share of drafts i that are accepted if all before them are, (K,) float64; NaN if none was reached."""
         rates = np.full(len(self.tried), np.nan)
         np.divide(self.kept, self.tried, out=rates, where=self.tried > 0)
         return rates

@@ -4,7 +4,7 @@ Li et al., "EAGLE-3: Scaling up Inference Acceleration of Large Language Models 
 switches of EAGLE-3.1. With E the embedding of the token, taps the target's hidden states, and g the fused one or that
 of the last pass:
 
-    g = fc(cat(taps))                                   fc_norm: each tap normed; norm_before_fc: all of them as one
+    g = fc(cat(taps))                                   fc_norm: each tap normed; norm_before_fc: cat(taps) normed
     x = cat(input_layernorm(E), hidden_norm(g))
     h = g + attention(x)                                norm_before_residual: hidden_norm(g) + attention(x)
     h = h + mlp(post_attention_layernorm(h))

@@ -18,7 +18,7 @@ def lookup_costs(max_model_len: int) -> DraftCosts:
 def prompt_lookup(config: SpeculativeConfig, limits: EngineLimits, device: torch.device) -> NGramDrafter:
     """Create the prompt-lookup drafter of the configuration, for requests within `limits`.
 
-    Raises ValueError as `NGramDrafter`.
+    Raises ValueError as `NGramDrafter` does.
     """
     least, most = config.prompt_lookup
     return NGramDrafter(
