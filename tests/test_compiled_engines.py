@@ -219,9 +219,13 @@ def test_every_kernel_is_launched_by_some_engine(
         bateleur.runner.models.kernels,
     )  # fmt: skip
     every = {each for package in packages for each in _kernels_of(package)}
-    names = [f"{model} {name}" for model in FEW_LAYERS for name in ("drafts, prefixes", "float32", "two ranks")]
+    names = (
+        "Qwen3.6-35B-A3B FP8 blocks", "Llama-3.1-8B adapters", "Gemma-3-4B", "Llama-3.1-8B two ranks",
+        "Nemotron-3-Nano-30B-A3B drafts, prefixes", "Kimi-Linear-48B-A3B drafts, prefixes",
+        "Qwen3.5-9B float32", "Qwen3.6-35B-A3B float32", "Nemotron-3-Nano-30B-A3B float32",
+    )  # fmt: skip
     with naming() as launched:
-        for name in (*names, "Qwen3.6-35B-A3B FP8 blocks", "Llama-3.1-8B adapters", "Gemma-3-4B"):
+        for name in names:
             kinds = KINDS if name.startswith("Llama") else (GREEDY,)  # sampling is the same for all models
             fake = make(Compiled())
             _run(fake, _open(fake, CASES[name], tmp_path_factory.mktemp("blank")), kinds)
