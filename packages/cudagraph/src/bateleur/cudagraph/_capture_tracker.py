@@ -151,7 +151,7 @@ class CaptureTracker(TorchDispatchMode):
         raise NotImplementedError
 
     def _pool_storage(self, address: int, nbytes: int) -> UntypedStorage:
-        """Return memory of the pool as a non-owning storage that other captures of the pool may not use."""
+        """Return memory of the pool as a non-owning storage that other captures of the pool must not use."""
         storage = self._storage_at(address, nbytes)
         if nbytes:
             self._pool_views.add(storage)

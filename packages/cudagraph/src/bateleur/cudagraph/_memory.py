@@ -87,7 +87,7 @@ class TrackedMemory:
         self._views.append(view)
 
     def check(self) -> list[UntypedStorage]:
-        """Return the external storages. They stay alive as long as the caller holds the list.
+        """Check that no external storage was freed or moved. The returned list keeps these storages alive.
 
         Raises:
             DanglingExternal: a storage was freed.

@@ -43,7 +43,7 @@ def replace_tensors(tree: T, change: Callable[[Tensor], Tensor]) -> T:
 
 
 def watch_lazy_changes(state: object, *, into_objects: bool = True) -> Callable[[object], str | None]:
-    """Remember the containers and objects in `state`, to find changed ones that a later state shares.
+    """Return a function that finds parts which a later state shares with `state` and which have changed since.
 
     Changed contents of tensors do not count, because every staging writes them.
 
@@ -53,8 +53,7 @@ def watch_lazy_changes(state: object, *, into_objects: bool = True) -> Callable[
             of an attention backend may cache values there.
 
     Returns:
-        A function of another state. It returns the path of a part of the other state that is also a part of `state`
-        and has changed since. None if there is no such part.
+        A function that takes the later state and returns the path of the first such part, or None.
     """
     before = [(node, list(_children(node).values())) for _, node in _walk(state, "state", into_objects)]
 

@@ -61,7 +61,7 @@ class CapturedState(Generic[S]):
     def undeclared(self, declared: Iterable[Tensor]) -> tuple[ExternalMemory, ...]:
         """Return external memory that is neither a buffer of the producer nor in the storage of a `declared` tensor.
 
-        Such memory may be freed, and later steps may not write it. An example is a tensor allocated while staging.
+        Such memory may be freed, and later steps might not write it. An example is a tensor allocated while staging.
 
         Args:
             declared: weights, caches and other tensors that live as long as the graph.
@@ -167,6 +167,8 @@ def _difference(key: BatchExecutionDescriptor, other: BatchExecutionDescriptor) 
 
 def check_addresses(captured: CapturedState[S], staged: StagedBatch[S] | None = None) -> None:
     """Check that every buffer of the producer has the same address as at capture. New buffers are allowed.
+
+    ``staged`` is not read; every check of a replay takes it.
 
     Raises:
         AddressMoved: a buffer moved or no longer exists.

@@ -147,9 +147,9 @@ def _ready_on_all_ranks(
 def _rank_without_graph(
     steps: Sequence[RankStep], joint: UnpaddedBatch, reason: DispatchReason, dispatcher: CudagraphDispatcher
 ) -> tuple[int | None, DispatchReason]:
-    """Return the rank whose batch meets the fewest constraints of a graph, and the first violated constraint.
+    """Return the rank whose batch meets the fewest constraints of a graph, and its first violated constraint.
 
-    (None, `reason`) if the batch of each rank fits a graph.
+    (None, `reason`) if the batch of each rank fits a graph. joint, reason: the joint batch, and why it runs eagerly.
     """
     found: list[tuple[int, int | None, DispatchReason]] = []
     for rank, step in enumerate(steps):

@@ -28,8 +28,6 @@ Progress: TypeAlias = Callable[[Sequence[BatchExecutionDescriptor]], Iterable[Ba
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class _CapturedKey(CapturedState[S], Generic[S, T]):
-    """A captured state with its body, captured graph and cost."""
-
     body: Body[S, T]
     graph: CapturedBody[S, T]
     cost: CaptureCost

@@ -10,7 +10,7 @@ _SUPPORT = ("no attention", "rows of one token", "rows of equal length", "every 
 class CudaGraphMode(Enum):
     """How decode batches and mixed batches run. The names are those of vLLM's `CUDAGraphMode`.
 
-    A decode batch has only requests that have finished their prompts. A mixed batch has at least one prefill row.
+    A decode batch has only requests that have finished their prompts. A mixed batch has at least one prefill.
 
     NONE: all batches run eagerly.
     PIECEWISE: all batches run on piecewise graphs. Attention-like operators run eagerly between two captured pieces.

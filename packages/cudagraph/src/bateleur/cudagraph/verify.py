@@ -107,7 +107,7 @@ def compare_runs(
 
 
 def rounding_tolerance(dtype: torch.dtype) -> float:
-    """Return the relative difference that another order of a few sums may cause, about the default of torch's tests."""
+    """Return the relative difference that reordering a few sums may cause, close to the default of `torch.testing`."""
     if not (dtype.is_floating_point or dtype.is_complex):
         return 0.0
     return (2 if dtype.itemsize <= 2 else 11) * torch.finfo(dtype).eps
@@ -116,7 +116,7 @@ def rounding_tolerance(dtype: torch.dtype) -> float:
 def compare_tensors(expected: Tensor, actual: Tensor, rtol: float, atol: float) -> tuple[float, bool]:
     """Compare two tensors of any shape.
 
-    Integers must be equal. NaN equals NaN, because padding rows may hold it. The tolerance is relative to the largest
+    Integers must be equal. NaN equals NaN, because padding may hold it. The tolerance is relative to the largest
     element of the row (the last dimension), because the rounding of a sum depends on its largest terms.
 
     Returns:

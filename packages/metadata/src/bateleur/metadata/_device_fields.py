@@ -1,7 +1,7 @@
 """Device-side staging: three functions that fill the device fields of a batch from one uploaded step.
 
-Each is one launch on CUDA; ``expand`` takes one more for each further group with slots. The host uploads counts, token
-ids and block ids. The device computes positions, lengths, slot mappings and padding.
+Each is one launch on CUDA; ``expand`` takes one more for each further KV-cache group with slots. The host uploads
+counts, token ids and block ids. The device computes positions, lengths, slot mappings and padding.
 
 Shapes: R real rows (requests), T real tokens, n entries, C columns of a block table, M rows of a table of all requests.
 """
@@ -19,7 +19,8 @@ from bateleur.metadata.fields import NULL_BLOCK, PAD_SLOT
 class DeviceFields:
     """Device tensors of a batch at their full size.
 
-    ``slots``: (slot mapping, block table, block size) of each KV-cache group with slots.
+    ``slots``: (slot mapping, block table, block size) of each KV-cache group with slots. ``seq_len_fill``: ``seq_lens``
+    of padded rows.
     """
 
     input_ids: Tensor
@@ -40,7 +41,7 @@ class DeviceStep:
         pad_rows_until, pad_tokens_until: entries from these indices on are padded already.
         num_computed_tokens: (R,) integer, tokens of each request before this step.
         query_start_loc: (R + 1,) int32; None if it equals that of the last step.
-        token_ids: (T - k,) int32, ids of the last T - k tokens; another copy writes the first k.
+        token_ids: (T - k,) int32, ids of all but the first k tokens. The last step sampled those on the device.
     """
 
     num_reqs: int
@@ -53,16 +54,16 @@ class DeviceStep:
 
 
 def expand(fields: DeviceFields, step: DeviceStep) -> None:
-    """Write all device fields of a batch, except block tables and the first k token ids: write these before."""
+    """Write all device fields of a batch, except the token ids that ``step`` lacks. Write block tables before."""
     EXPAND.on(fields.seq_lens)(fields, step)
 
 
 def gather_block_tables(batch: Tensor, request_tables: Tensor, rows: Tensor, source: Tensor, width: int) -> None:
     """Fill the first ``width`` columns of a batch's block table from the tables of all requests.
 
-    batch: (R, C) int32. request_tables: (M + 1, C) int32; its last row is null. rows: (R,) int32, receives the row in
-    ``request_tables`` of each batch row. source: (n,) int32, one entry per batch row: a row of ``request_tables``, M
-    for an unused batch row, or ``-1 - row`` for a cleared row, which becomes null in both tables.
+    batch: (R, C) int32. request_tables: (M + 1, C) int32; its last row is null.
+    source: (n,) int32, for each batch row the row of ``request_tables`` to copy, M if unused, or ``-1 - row`` to set
+    both rows to null. rows: (R,) int32, receives the row of ``request_tables`` for each batch row.
     """
     GATHER.on(batch)(batch, request_tables, rows, source, width)
 

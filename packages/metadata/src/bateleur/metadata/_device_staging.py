@@ -27,8 +27,8 @@ Work: TypeAlias = Callable[[Sequence[Tensor]], None]
 class DeviceStaging:
     """Uploads every step from new pinned memory, so that several steps may be in flight.
 
-    The device holds the block tables of all requests in addition to the batch's. A request that moves to another batch
-    row is copied there on the device.
+    The device holds the block tables of all requests in addition to the batch's. If a request moves to another
+    batch row, its block table is copied there on the device.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class DeviceStaging:
         self._queue.launch(fill)
 
     def write(self, rows: StepRows, shape: BatchShape, lengths: StepLengths, starts: I32Array | None) -> None:
-        """Upload the step and launch the kernels. ``starts``: first token of each row; None if as in the last step."""
+        """Upload the step and launch the kernels. ``starts``: first token of each request; None: as before."""
         packet, work = PackedUpload(), self._pad_once()
         truth = packet.add(rows.num_computed_tokens) if rows.num_computed_tokens_device is None else 0
         begins = None if starts is None else packet.add(starts)
@@ -133,7 +133,7 @@ class DeviceStaging:
         return [partial(_fill, each.tensor, each.pad) for each in idle]
 
     def _send_tables(self, packet: PackedUpload, rows: StepRows, lengths: StepLengths) -> list[Work]:
-        """Upload the whole block tables of a step that does not name rows of a :class:`BlockTable`."""
+        """Add block tables of a step without ``block_table_rows`` to the upload; return the work that copies them."""
         work: list[Work] = []
         for index, table in enumerate(rows.block_tables):
             masked = self._values.used_table(index, table, lengths)
@@ -146,7 +146,7 @@ class DeviceStaging:
         return work
 
     def _send_cells(self, packet: PackedUpload, rows: IntArray) -> list[Work]:
-        """Upload which request is in which batch row, if that changed, and the new block ids."""
+        """Add changed batch rows and new block ids to the upload; return the work that updates the block tables."""
         moved, work = self._mirror.place_rows(rows), list[Work]()
         for index, batch in enumerate(self._tables):
             table, memory = self._mirror.tables[index], (batch, self._request_tables[index], self._rows[index])
@@ -179,14 +179,14 @@ class BlockTableMirror:
         self.forget_batch()
 
     def forget_batch(self) -> None:
-        """Treat the batch as empty, because a step staged whole tables that name no request rows."""
+        """Treat the batch as empty, because a step uploaded block tables and did not say of which requests."""
         self.batch_row_of: IntArray = np.full(self.num_rows, -1, np.int64)
         self._rows: IntArray = self.batch_row_of[:0]
         self._rows_bytes = b""
         self._num_clears = -1
 
     def forget_all(self) -> None:
-        """Treat all block tables on the device as unknown, so that the next step stages all rows again."""
+        """Treat all block tables on the device as unknown, so that the next step uploads all block ids."""
         self.forget_batch()
         for table in self.tables:
             table.mark_all_unstaged()
@@ -219,7 +219,7 @@ def _fill(tensor: Tensor, value: Any, parts: Sequence[Tensor]) -> None:
 def _put_table(target: Tensor, shape: tuple[int, ...], table: int, parts: Sequence[Tensor]) -> None:
     """Write the uploaded table to ``target``, and set the other rows and columns of ``target`` to the null block.
 
-    shape: of the uploaded table. parts: the uploaded arrays; ``table`` is the index of the table among them.
+    shape: shape of the uploaded table. parts: the uploaded arrays; ``table`` is the index of the table among them.
     """
     target.zero_()
     target[: shape[0], : shape[1]] = parts[table].view(shape)

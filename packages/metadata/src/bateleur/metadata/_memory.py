@@ -45,7 +45,7 @@ class CurrentStream:
 
 
 def movable(x: Tensor) -> Tensor:
-    """Return a view that torch can copy, gather and fill with zeros by index: uint8 for a float8 tensor, else ``x``."""
+    """Return ``x``, or a uint8 view of a float8 tensor, which torch cannot copy, gather or zero by index."""
     return x.view(torch.uint8) if x.dtype == torch.float8_e4m3fn else x
 
 

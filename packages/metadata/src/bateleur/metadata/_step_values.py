@@ -1,7 +1,7 @@
-"""Checks a step and computes the values that it stages, on the host in numpy, without a loop over rows.
+"""Checks a step and computes the values that it stages, on the host in numpy, without a loop over requests.
 
-Shapes: R real rows. A numpy call costs more than its arithmetic at these sizes. 0-dimensional arrays and ``argmax`` are
-faster than Python numbers and ``max``.
+Shapes: R real requests. A numpy call costs more than its arithmetic at these sizes. 0-dimensional arrays and ``argmax``
+are faster than Python numbers and ``max``.
 """
 
 from typing import NamedTuple
@@ -81,7 +81,10 @@ class StepValues:
         return starts
 
     def _bounds(self, rows: StepRows, single_token: bool) -> tuple[I32Array, int]:
-        """Return upper bounds (R,) of the sequence lengths after the step, and the largest one (0 for no rows)."""
+        """Return upper bounds (R,) of the sequence lengths after the step, and the largest one (0 for an empty step).
+
+        single_token: whether every request has one token in this step.
+        """
         computed = rows.num_computed_tokens
         if not len(computed):
             return computed, 0
@@ -117,13 +120,13 @@ class StepValues:
                         )
 
     def _table_of(self, index: int, rows: StepRows) -> tuple[I32Array, IntArray]:
-        """Return the block table of a group, and the table row of each row of the step."""
+        """Return the block table of a KV-cache group, and the row of each request of the step in it."""
         if rows.block_table_rows is None:
             return rows.block_tables[index], self._iota[: len(rows.query_lens)]
         return self._tables[index].ids, rows.block_table_rows
 
     def used_table(self, index: int, table: I32Array, lengths: StepLengths) -> I32Array:
-        """Return the leading columns of a group's block table (R, W) that a row may use.
+        """Copy the leading columns of a group's block table ``table`` that this step may use: (R, columns).
 
         Columns after each row's last block become the null block. Kernels may read up to a bound, and stale ids there
         would make them read blocks of other requests. Without slots the table is copied unchanged.

@@ -44,7 +44,7 @@ class AttentionMetadataBuilder(Protocol[M]):
 
     @property
     def seq_len_fill(self) -> int:
-        """Value of ``seq_lens`` in padded rows, 0 or 1."""
+        """Value of ``seq_lens`` for padding requests, 0 or 1."""
 
     @property
     def graph_support(self) -> GraphSupport:

@@ -77,10 +77,8 @@ class BlockTable:
     def take_writes(self, batch_row: IntArray, moved: bool) -> tuple[IntArray, IntArray, I32Array] | None:
         """Take the logged writes of requests in the batch: batch rows, columns and current ids, (n,) each; or None.
 
-        batch_row: (M,) batch row of each row of this table, -1 if it is not in the batch; its writes stay in the
-            log.
-        moved: the batch has other requests than at the last call. Only then are the writes that stayed in the log
-        searched again.
+        batch_row: (M,) batch row of each row of this table; -1: not in the batch, so that its writes stay in the log.
+        moved: whether the batch has other requests than at the last call. Only then, older writes are searched again.
         """
         cells = self._pending_cells(moved)
         if cells is None:

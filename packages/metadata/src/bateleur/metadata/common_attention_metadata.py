@@ -100,7 +100,7 @@ class CommonAttentionMetadata:
             raise ValueError(f"seq_len_bound: has {len(self.seq_len_bound.upper)} rows for a batch of {self.num_reqs}")
 
     def unpadded(self) -> CommonAttentionMetadata:
-        """Return the same batch with all fields sliced to the real rows and tokens.
+        """Return the same batch with all fields sliced to the real requests and tokens.
 
         ``max_query_len`` and ``max_seq_len`` stay the same: padding does not raise them.
         """
@@ -120,7 +120,7 @@ def field_values(batch: CommonAttentionMetadata) -> dict[str, Any]:
 
 
 def batch_arrays(view: Callable[[str, int], Any], num_reqs: int, num_tokens: int) -> dict[str, Any]:
-    """Return the array arguments of :class:`CommonAttentionMetadata` for so many rows and tokens.
+    """Return the array arguments of :class:`CommonAttentionMetadata` for so many requests and tokens.
 
     ``view(name, size)`` returns the first ``size`` entries of a field.
     """

@@ -69,7 +69,7 @@ class Field:
     bound_attr: Literal["", "upper", "exact"] = ""
 
     def padding(self, num_tokens: int, seq_len_fill: int) -> int | bool:
-        """Return the padding value after ``num_tokens`` real tokens. ``seq_len_fill``: ``seq_lens`` of padded rows."""
+        """Return the padding value after ``num_tokens`` real tokens. ``seq_len_fill``: padding of ``seq_lens``."""
         if isinstance(self.pad, Pad):
             return num_tokens if self.pad is Pad.REPEAT_LAST else seq_len_fill
         return self.pad

@@ -21,7 +21,7 @@ _MAX_CACHED_VIEWS = 1024  # sizes (rows, tokens) with cached views; a miss costs
 class InputBuffers:
     """Device and host buffers of the batch of a step, at fixed addresses.
 
-    :meth:`stage` writes the real rows, pads the rest of every buffer, and returns views. It uploads once from new
+    :meth:`stage` writes the real requests, pads the rest of every buffer, and returns views. It uploads once from new
     (pinned) memory, and the device computes the other fields. Several steps may therefore be in flight. Host fields are
     not copied: they hold the last staged step only.
 
@@ -44,7 +44,7 @@ class InputBuffers:
         Args:
             groups: KV-cache groups, in the order of ``block_tables``.
             device: device of the device fields.
-            seq_len_fill: ``seq_lens`` of padded rows: 0, or 1 if a builder needs that.
+            seq_len_fill: ``seq_lens`` of padding requests: 0, or 1 if a builder needs that.
             tables: the :class:`BlockTable` of each group, if steps name its rows (``StepRows.block_table_rows``).
             queue: runs the device work. Default: the current stream of the device.
 
@@ -139,8 +139,8 @@ class InputBuffers:
     # -- allocation ------------------------------------------------------------------------------------------
 
     def _allocate(self) -> None:
-        """Allocate host fields one by one and device fields in one block of memory: fields by row, then by token, then
-        block tables.
+        """Allocate host fields one by one and device fields in one block of memory: fields by request, then by token,
+        then block tables.
 
         Short fields come first, so that the memory of a small step is contiguous.
         """

@@ -36,7 +36,7 @@ def _define(
     module: str = "cuda_ops",
     name: str | None = None,
 ) -> F:
-    """Define an operator of ``torch.ops.bateleur``. triton: name of its CUDA form; module: that form's module."""
+    """Define an operator of ``torch.ops.bateleur``. triton, module: name and module of its CUDA form."""
     forms = Implementations(form, triton=triton and f"bateleur.metadata.kernels.{module}:{triton}")
     return define_op(_library, form, forms, mutates=mutates, fake=fake, name=name)
 

@@ -44,14 +44,14 @@ class SeqLenBound:
         return len(self.upper)
 
     def max(self) -> int:
-        """Return the largest bound, 0 for no rows. Allowed for inexact rows too."""
+        """Return the largest bound, 0 for an empty batch. Inexact bounds are allowed."""
         return int(self.upper.max()) if len(self.upper) else 0
 
     def per_row(self, rows: int | slice = slice(None)) -> Any:
-        """Return lengths of ``rows``: an int for an index, (n,) int32 for a slice.
+        """Return lengths of the requests ``rows``: an int for an index, (n,) int32 for a slice.
 
         Raises:
-            InexactBound: a selected row has only an upper bound.
+            InexactBound: a selected request has only an upper bound.
         """
         if not np.all(self.exact[rows]):
             row = np.extract(~self.exact[rows], np.arange(len(self.upper))[rows])[0]
@@ -63,9 +63,9 @@ class SeqLenBound:
         return int(value) if isinstance(rows, int) else value
 
     def advanced(self, k: int, cap: int) -> SeqLenBound:
-        """Return the bounds after ``k`` more tokens: ``min(upper + k, cap)``, 0 in padded rows.
+        """Return the bounds after ``k`` more tokens: ``min(upper + k, cap)``, 0 for padding requests.
 
-        ``cap`` is ``max_model_len``. Rows shortened by ``cap`` become inexact. Raises ValueError for negative ``k``.
+        ``cap`` is ``max_model_len``. Bounds lowered to ``cap`` become inexact. Raises ValueError for negative ``k``.
         """
         if k < 0:
             raise ValueError(f"k: {k} is negative; a bound can only advance")
@@ -74,5 +74,5 @@ class SeqLenBound:
         return SeqLenBound(upper, self.exact & ((self.upper == 0) | (wide <= cap)))
 
     def narrow(self, num_rows: int) -> SeqLenBound:
-        """Return the bounds of the first ``num_rows`` rows, as views."""
+        """Return the bounds of the first ``num_rows`` requests, as views."""
         return SeqLenBound(self.upper[:num_rows], self.exact[:num_rows])

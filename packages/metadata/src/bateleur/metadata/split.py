@@ -38,7 +38,7 @@ def decode_like(query_lens: I32Array, is_prefilling: BoolArray, num_computed_tok
 
 
 def uniform_query_len(query_lens: I32Array, is_prefilling: BoolArray, num_computed_tokens: I32Array) -> int | None:
-    """Return the common query length if all rows with tokens are decode-like and equally long, else None."""
+    """Return the query length if it is the same for all rows with tokens, and all are `decode_like`; else None."""
     used = query_lens > 0
     if not used.any() or not decode_like(query_lens, is_prefilling, num_computed_tokens)[used].all():
         return None
@@ -63,8 +63,8 @@ def split_decodes_and_prefills(
         uniform: all decodes must have the same query length. If all rows with tokens are decodes, padded rows count as
             decodes, so that the number equals that of a graph capture.
         treat_short_extends_as_decodes: a row within its prompt counts as a decode if it has context and at most
-            ``threshold`` tokens. Use it for attention. Without it only one token counts, as recurrent layers need,
-            whose multi-token decodes are drafts. A row without context is always a prefill.
+            ``threshold`` tokens. Use it for attention. Recurrent layers need False: such a row then counts as a decode
+            only if it has one token. A row without context is always a prefill.
 
     Raises:
         ValueError: ``threshold`` is below 1, or the arrays differ in shape.

@@ -84,7 +84,7 @@ class StepRows:
     batch_id: object = field(default_factory=object, init=False, repr=False, compare=False)
 
     def next_step(self, num_computed_tokens: I32Array, sampled_token_ids: Tensor | None) -> "StepRows":
-        """Return the same rows for the next step, with exact counts and new sampled ids."""
+        """Return the same requests for the next step, with exact counts and new sampled ids."""
         rows = replace(
             self,
             num_computed_tokens=num_computed_tokens,

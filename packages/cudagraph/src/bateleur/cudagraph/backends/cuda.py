@@ -116,8 +116,8 @@ class CudaBackend(GraphBackend):
     def session(self) -> Iterator[None]:
         """Switch to a side stream, ordered with the current stream, and switch garbage collection off.
 
-        A collection during a capture may free a Triton module or a graph, which the driver does not allow then. Nor
-        does it allow to create the handle of cuBLAS, which the first matrix product of a thread would do.
+        During a capture, the driver does not allow to free a Triton module or a graph, as a collection might. It also
+        refuses to create the cuBLAS handle of a thread, so this is done first.
         """
         with torch.cuda.device(self._device), _garbage_collection_off():
             torch.cuda.current_blas_handle()
@@ -204,7 +204,7 @@ class CudaCaptureTracker(CaptureTracker):
 
 @contextmanager
 def _garbage_collection_off() -> Iterator[None]:
-    """Switch automatic garbage collection off, and restore it at the end. The body must not call `gc.collect`."""
+    """Switch automatic garbage collection off in the `with` block, which must not call `gc.collect`."""
     enabled = gc.isenabled()
     gc.disable()
     try:

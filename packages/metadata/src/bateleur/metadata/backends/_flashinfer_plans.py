@@ -24,10 +24,12 @@ _TENSOR_CORE_GROUP = 4  # query heads per key head; from here on decoding uses t
 
 
 class GraphShape(NamedTuple):
-    """Batches that may replay one graph: equal numbers of rows (padded ones included) and of tokens per row."""
+    """Batches that may replay one graph: equal numbers of requests (padding included) and of tokens per request.
+
+    ``owner``: number of the metadata builder, see :meth:`PlanCache.new_owner`. ``group``: KV-cache group.
+    """
 
     owner: int
-    """Number of the metadata builder, see :meth:`PlanCache.new_owner`."""
     group: int
     rows: int
     query_len: int
@@ -54,12 +56,14 @@ class FlashInferMetadata(PagedAttentionMetadata):
 
 @dataclass(frozen=True, slots=True)
 class PlanConfig:
-    """Properties that attention layers must have in common to share one plan per batch."""
+    """Properties that attention layers must have in common to share one plan per batch.
+
+    ``sizes``: query heads, key heads, head dimension and block size, in FlashInfer's order.
+    """
 
     decode: bool
     group: int
     sizes: tuple[int, int, int, int]
-    """Query heads, key heads, head dimension and block size, in FlashInfer's order."""
     q_dtype: torch.dtype
     kv_dtype: torch.dtype
     device: torch.device
@@ -129,8 +133,8 @@ class PlanCache:
 class PlannedWrapper:
     """One FlashInfer wrapper and the batch that it is planned for.
 
-    `buffers`: plan buffers at fixed addresses, if graphs use the wrapper. `max_pages`: most KV blocks of all its
-    requests together.
+    `buffers`: plan buffers at fixed addresses, if graphs use the wrapper. `max_pages`: maximum
+    number of KV blocks of a batch.
     """
 
     def __init__(self, config: PlanConfig, workspace: Tensor, max_pages: int = 0) -> None:
@@ -155,7 +159,7 @@ class PlannedWrapper:
             self._wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", **options)
 
     def plan_for(self, meta: FlashInferMetadata, begin: int, end: int) -> Any:
-        """Return FlashInfer's wrapper, planned for rows ``begin`` to ``end - 1`` of ``meta``, padded rows included."""
+        """Return FlashInfer's wrapper, planned for requests ``begin`` to ``end - 1`` of ``meta``, padding included."""
         if self._planned_for is not meta:
             if self._copied is not None:  # it plans in pinned memory of its own, whose last copy may be on its way
                 self._copied.synchronize()
@@ -201,7 +205,7 @@ def page_indptr_and_last_lens(key_lens: I32Array, block_size: int) -> tuple[I32A
 
 
 def page_indices(block_table: Tensor, starts: I32Array) -> Tensor:
-    """Return FlashInfer's ``paged_kv_indices`` (P,) int32: the KV blocks of all rows, on the device of ``block_table``.
+    """Return FlashInfer's ``paged_kv_indices`` (P,) int32: KV blocks of all requests, on the device of ``block_table``.
 
     ``starts`` is the ``paged_kv_indptr`` (R + 1,) on the host. P is therefore known without waiting for the device.
     """

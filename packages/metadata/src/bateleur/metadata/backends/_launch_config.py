@@ -24,10 +24,10 @@ class Launch:
     """One launch of the attention kernel, with its part of the work list.
 
     Attributes:
-        least, most: the launch handles rows of ``least`` to ``most`` tokens; ``most`` 0 means no limit.
+        least, most: the launch handles requests of ``least`` to ``most`` tokens; ``most`` 0 means no limit.
         block_m: M, lines of a tile.
         min_keys: fewest keys of a KV split.
-        num_items: items in the list, padding included. At least one item is padding.
+        num_items: items (one query tile with one KV split each), padding included. At least one item is padding.
         first_item: index of its first item in the list.
         first_line: index of its first line among the partial outputs of all launches.
         options: tile sizes and launch options of the kernel.
@@ -57,11 +57,11 @@ class WorkShape:
         window: sliding window in keys, 0 for none.
         block_n: N, keys of a loop iteration; the largest of all launches, a multiple of each.
         splits: number of splits that hold all keys of a launch, approximately.
-        launches: one launch, or one for short rows and one for long rows.
+        launches: one launch, or one for short and one for long queries.
         num_items: items of all launches, padding included.
         num_entries: entries of the list.
         num_lines: lines of partial outputs of all launches.
-        unsplit_keys: rows with at most this many keys are not split.
+        unsplit_keys: requests with at most this many keys are not split.
         join_grid: grid of the join kernel: joins, parts of a tile, key heads.
         join_options: tile sizes and launch options of the join kernel.
         work_sizes: integer arguments of the kernel that computes the list.
@@ -92,15 +92,15 @@ def device_sizes(device: torch.device) -> tuple[int, int]:
 
 
 def split_limit(num_kv_heads: int, num_sms: int) -> int:
-    """Return the number of KV splits, of one key head and all rows together, with which programs fill the device."""
+    """Return the number of KV splits per key head, over all requests together, whose programs fill the device."""
     return max(_PROGRAMS_PER_SM * num_sms // num_kv_heads, 1)
 
 
 def min_split_keys(block_m: int) -> int:
     """Fewest keys of a KV split, a multiple of every N (keys of a loop iteration).
 
-    Starting a program costs as much as reading 256 keys. A partial output of M lines in float32 takes at most half of
-    the bytes of ``4 * M`` keys and values.
+    At least 256, because starting a program costs as much as reading 256 keys. At least ``4 * M``, so that the float32
+    partial output of M lines takes at most half of the bytes of the split's keys and values.
     """
     return max(256, 4 * block_m)
 
@@ -113,7 +113,7 @@ def power_of_two(size: int) -> int:
 def tile_options(
     tile_rows: int, head_dim: int, dtype: torch.dtype, shared_bytes: int, converts: bool = False
 ) -> dict[str, Any]:
-    """Tile sizes and launch options for tiles of about ``tile_rows`` lines. A tile has at most 128: two warp groups.
+    """Tile sizes and launch options for tiles of about ``tile_rows`` lines, at most 128 (two warp groups).
 
     float32 has no tensor cores of its precision, so its loop iterations are small. If a kernel ``converts`` keys of
     another dtype, fewer registers are left to fetch keys ahead: one pipeline stage less for head dimensions
@@ -156,7 +156,7 @@ def join_options(block_m: int, head_dim: int) -> dict[str, Any]:
 
 
 def launches_of(max_query_len: int, group: int) -> list[tuple[int, int, int]]:
-    """Return (shortest query, longest or 0 for no limit, lines of a tile) of each attention launch of a batch.
+    """Return (shortest query length, longest or 0 for no limit, lines of a tile) of each attention launch of a batch.
 
     group: query heads of a key head.
     """
@@ -174,9 +174,9 @@ def work_shape(
     window: int,
     dtype: torch.dtype | None = None,
 ) -> WorkShape:
-    """Return how attention with ``q_heads`` over this cache divides ``num_rows`` rows, padded ones included.
+    """Return how attention with ``q_heads`` over this cache is divided for ``num_rows`` requests, padding included.
 
-    num_tokens: tokens of the batch, padded ones included. max_query_len: upper bound of the tokens of a row.
+    num_tokens: tokens of the batch, padded ones included. max_query_len: upper bound of the tokens of a request.
     window: sliding window in keys, 0 for none. dtype: dtype of the queries; None: that of the cache.
     """
     _, _, num_kv_heads, head_dim = k_cache.shape

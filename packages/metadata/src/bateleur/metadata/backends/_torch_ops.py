@@ -234,7 +234,7 @@ def _leading_slots(block_table: Tensor, num_keys: int, block_size: int) -> Tenso
 
 def _gather(caches: _Caches, slots_RS: Tensor, num_heads: int, dtype: torch.dtype) -> list[Tensor]:
     """Return keys and values (R, num_heads, S, D) in ``dtype``, contiguous; key heads are repeated up to
-    ``num_heads``. The product with a scale is computed in float32 and rounded once.
+    ``num_heads``. Scales of a cache are applied in float32, and the product is rounded once.
     """
     num_kv_heads, head_dim = caches[0].shape[2:]
     head = torch.arange(num_heads, device=slots_RS.device, dtype=torch.int64)

@@ -44,7 +44,7 @@ def attention_work(
     sliding_window: int,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Make the work list (num_entries, 8) int32 of a batch, for layers with ``num_heads`` over caches like this one."""
+    """Make the work list (num_entries, 8) int32 of attention for layers with ``num_heads`` and caches like this one."""
     num_rows = seq_lens.shape[0]
     shape = work_shape(num_heads, k_cache, num_rows, num_tokens, max_query_len, sliding_window, dtype)
     lists = [_list_of(shape, launch, seq_lens, query_start_loc, num_tokens) for launch in shape.launches]

@@ -52,7 +52,7 @@ class AttentionOptions(NamedTuple):
 
 
 class LayerConfig(NamedTuple):
-    """Configuration of layers. ``device``, ``dtype``: of queries; ``kv_dtype``: of caches, None is ``dtype``."""
+    """Configuration of layers. ``dtype``: dtype of the queries. ``kv_dtype``: dtype of the caches; None: ``dtype``."""
 
     head_dim: int
     dtype: torch.dtype
@@ -62,7 +62,7 @@ class LayerConfig(NamedTuple):
 
 
 class PagedAttentionBuilder:
-    """Builds :class:`PagedAttentionMetadata`: views of the batch, and one host scalar."""
+    """Builds :class:`PagedAttentionMetadata`: views of the batch, and the number of decodes."""
 
     reads = frozenset({"query_start_loc", "query_start_loc_cpu", "seq_lens", "block_tables", "slot_mappings"})
     seq_len_fill = 0
@@ -93,7 +93,7 @@ class PagedAttentionBuilder:
         )
 
     def signature(self, meta: PagedAttentionMetadata) -> Signature:
-        """Return ``num_decodes`` and both bounds with their roles."""
+        """Return ``num_decodes``, ``max_query_len`` and ``max_seq_len`` with their roles."""
         return Signature(
             (
                 ("num_decodes", Role.FLOOR, meta.num_decodes),
@@ -197,7 +197,7 @@ class AttentionBackend:
         sliding_window: int | None = None,
         dtype: torch.dtype | None = None,
     ) -> Tensor | None:
-        """Compute the work list of a forward pass for all layers with equal heads and windows, or return None.
+        """Return the work list (query tiles with KV splits) for all layers with equal heads and windows, or None.
 
         A model calls it once per forward pass, before its layers, and passes the result to every ``attend``. A CUDA
         graph records the call. Called only for backends with ``tolerates_loose_bounds``. Without a list, ``attend``

@@ -1,6 +1,7 @@
 """Paged attention by FlashInfer (extra ``flashinfer``): planned on the host for each step, run for each layer.
 
-FlashInfer needs the pages (KV blocks) of all rows in one list, their number in each row, and the tokens of the last.
+FlashInfer needs one list of the pages (KV blocks) of all requests, and for each its number of pages and the tokens
+of the last one.
 Both counts come from exact lengths on the host. The list is gathered from the block table on the device, without
 waiting. Batches with equal query lengths are planned into fixed buffers and may be captured.
 
@@ -79,7 +80,7 @@ class FlashInferBuilder(PagedAttentionBuilder):
         return meta
 
     def signature(self, meta: PagedAttentionMetadata) -> Signature:
-        """Return the shape of a captured batch. Numbers of real rows may differ, because each batch gets a new plan."""
+        """Return shape and bounds of a batch. Numbers of decodes may differ, because each batch has its own plan."""
         if not isinstance(meta, FlashInferMetadata) or meta.shape is None:
             return super().signature(meta)
         return Signature(
@@ -96,7 +97,7 @@ class FlashInferBuilder(PagedAttentionBuilder):
         return self._plans.addresses(self._owner)
 
     def _shape(self, common: CommonAttentionMetadata, group: int) -> GraphShape | None:
-        """Return the graph shape of a batch if all rows have ``max_query_len`` tokens, else None."""
+        """Return the graph shape of a batch if all requests have ``max_query_len`` tokens, else None."""
         longest = common.max_query_len
         padded, real = ((common.num_tokens, common.num_reqs), (common.num_actual_tokens, common.num_actual_reqs))
         if not longest or any(tokens != rows * longest for tokens, rows in (padded, real)):

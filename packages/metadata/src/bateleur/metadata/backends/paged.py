@@ -35,7 +35,7 @@ class TorchBackend(AttentionBackend):
 class NativeBackend(AttentionBackend):
     """Paged attention in C, with rotary embedding fused into the KV write: the default on a CPU with a compiler.
 
-    The result of a query does not depend on the other rows or on prompt chunking, bit for bit. ``attend`` rotates
+    The result of a query does not depend on other requests or on prompt chunking, bit for bit. ``attend`` rotates
     ``q`` in place. Users select backends by name, so the operators have no ``dispatch.Implementations``.
     """
 
@@ -76,12 +76,12 @@ class TritonBackend(AttentionBackend):
         sliding_window: int | None = None,
         dtype: torch.dtype | None = None,
     ) -> Tensor:
-        """Compute the work list of the pass, (n, 8) int32, in one launch."""
+        """Compute the work list of attention for a forward pass, (n, 8) int32, in one launch."""
         bounds = num_heads, meta.slot_mapping.shape[0], meta.max_query_len, sliding_window or 0
         return ops.attention_work(kv[0], meta.seq_lens, meta.query_start_loc, *bounds, dtype)
 
     def missing_requirement(self, config: LayerConfig) -> str | None:
-        """Return why Triton cannot serve ``config``, or None. FP8 caches need an instruction of capability 8.9."""
+        """Return why Triton cannot serve ``config``, or None. FP8 caches need compute capability 8.9."""
         if config.head_dim > _MAX_HEAD_DIM:
             return f"head_dim {config.head_dim} is above {_MAX_HEAD_DIM}"
         if find_spec("triton") is None:

@@ -103,7 +103,7 @@ def _active_flash_attention() -> str | None:
 
 @lru_cache(maxsize=64)
 def _probe(config: LayerConfig, active: str | None) -> str | None:
-    """Run torch's kernel on two rows of two blocks each; return why it fails, or None. ``active``: only a cache key.
+    """Run torch's kernel on two requests with two blocks each; return why it fails, or None. ``active``: a cache key.
 
     The table names the blocks in descending order. Values are 1 in its blocks and 2 elsewhere, so that a kernel that
     ignores the table is detected. All cache values are finite.

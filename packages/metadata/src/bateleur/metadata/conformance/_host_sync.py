@@ -37,7 +37,7 @@ def is_composite(func: OpOverload) -> bool:
 
 @cache
 def _needs_values(func: OpOverload) -> bool:
-    """Return whether the result, or its shape, depends on values that the host must read first."""
+    """Return whether an operator's result, or its shape, depends on values that the host must read first."""
     tags = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
     return func._schema.name in _UNTAGGED or not tags.isdisjoint(func.tags)
 
@@ -61,7 +61,7 @@ def waits_for_device(
 
 
 def _waits_for_mask(arguments: dict[str, Any], on_device: Callable[[Tensor], bool]) -> bool:
-    """Return whether indexing counts the elements of a mask on the host.
+    """Return whether indexing by a mask makes the host wait for the number of selected elements.
 
     It does not if the mask is the only index and the value is one host number: torch then calls `masked_fill`.
     """

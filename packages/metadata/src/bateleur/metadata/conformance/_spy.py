@@ -22,7 +22,7 @@ _FIELD_OF = {field.bound_attr or name: name for name, field in FIELDS.items()}
 
 
 class _Spy:
-    """Copy of a batch or bound that records reads of fields."""
+    """Copy of a batch, or of its :class:`SeqLenBound`, that records reads of fields."""
 
     def __init__(self, original: Any, note: Note) -> None:
         values = {field.name: getattr(original, field.name) for field in dataclasses.fields(original)}

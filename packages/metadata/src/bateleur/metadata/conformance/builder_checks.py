@@ -89,7 +89,7 @@ def check_builder(
 
 @dataclass
 class _Run:
-    """One check: buffers, steps and violations."""
+    """State of one `check_builder` call. ``found``: violations by letter and text. ``read``: fields read so far."""
 
     builder: Builder
     fresh: Callable[[], Builder]
@@ -164,7 +164,10 @@ class _Run:
     # -- several builds --------------------------------------------------------------------------------------
 
     def check_orders(self, expected: list[dict[str, Any]]) -> None:
-        """Check that the result of a build does not depend on earlier builds, in several orders."""
+        """Check that the result of a build does not depend on earlier builds, in several orders of the steps.
+
+        expected: contents of the metadata of each step, built by a new builder.
+        """
         count = len(self.steps)
         large_first = sorted(range(count), key=lambda i: -self.steps[i].shape.padded_tokens)
         shuffled = np.random.default_rng(1).permutation(count).tolist()
@@ -215,7 +218,7 @@ class _Run:
                 self.note(letter, text, key)
 
     def check_owners(self, baked: dict[str, Any], key: GraphKey) -> None:
-        """Check that every captured tensor is in a buffer of the batch or of the builder."""
+        """Check that every tensor among the captured values ``baked`` is in a buffer of the batch or of the builder."""
         owned = [*self.buffers.addresses().values(), *self.builder.addresses().values()]
         tensors = {path: leaf for path, leaf in baked.items() if isinstance(leaf, Tensor) and leaf.numel()}
         for path, leaf in tensors.items():
@@ -228,7 +231,10 @@ class _Run:
 def _changes(
     baked: dict[str, Any], later: dict[str, Any], in_signature: set[tuple[Any, Any]]
 ) -> Iterator[tuple[str, str]]:
-    """Yield differences that a replay must not have: moved tensors, and host values missing from the signature."""
+    """Yield (letter, text) of each violation: a moved tensor, or a changed host value missing from the signature.
+
+    baked, later: values of the capture and of a batch that replays it, by path.
+    """
     if baked.keys() != later.keys():
         yield "M", f"{min(baked.keys() ^ later.keys())} is only in one of a capture and a run of its key"
         return

@@ -69,8 +69,8 @@ def attend_keys(
 
     The tile starts ``begin_m`` lines after its request's first query, whose position is ``origin``. ``cache`` has
     pointers to keys and values of one key head and to the request's block table. ``strides`` are those of block and
-    slot. ``scale`` includes log2(e). Other keys are not loaded, because a weight of zero does not remove NaN. Loaded
-    values are converted to the dtype of the queries, which is exact for FP8.
+    slot. ``scale`` includes log2(e). Keys outside of the range are not loaded, because a weight of zero does not remove
+    NaN. Loaded values are converted to the dtype of the queries, which is exact for FP8.
     """
     k_ptr, v_ptr, table_ptr = cache
     acc_MD, peak_M, total_M = state

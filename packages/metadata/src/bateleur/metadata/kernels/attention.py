@@ -24,7 +24,7 @@ def _zero_tokens(
     out_ptr, first, last, step, head, num_heads,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Zero the outputs of a key head's queries in every ``step``-th tile, from line ``first`` to token ``last - 1``."""
+    """Zero a key head's outputs: tiles at lines ``first``, ``first + step``, ... up to token ``last - 1``."""
     d = tl.arange(0, BLOCK_D)[None, :]
     for begin in range(first, last * GROUP, step):
         m = begin + tl.arange(0, BLOCK_M)

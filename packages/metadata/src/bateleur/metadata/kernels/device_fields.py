@@ -33,8 +33,8 @@ def device_fields_kernel(
     STARTS: tl.constexpr, FIELDS: tl.constexpr, BLOCK_SIZE: tl.constexpr, FILL: tl.constexpr,
     SEARCH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Compute positions, lengths and slot mapping of a batch, and pad them. Grid (tiles of rows or tokens, the larger
-    number).
+    """Compute positions, lengths and slot mapping of a batch, and pad them. Grid (tiles of requests or tokens, the
+    larger number).
 
     Occupancy on sm_90: at least 16 blocks per SM.
 

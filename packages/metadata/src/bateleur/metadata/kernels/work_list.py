@@ -19,8 +19,8 @@ def _rows(row_J, there_J, lengths, kind):
     """Return first token, tokens, keys, first visible key and tiles of each row. Rows that belong to the other launch
     get no tiles.
 
-    lengths: pointers to ``seq_lens`` and ``query_start_loc``. kind: (least, most, group, window, M, N) of the launch,
-    fields of ``Launch`` and ``WorkShape``.
+    there_J: whether the row exists. lengths: pointers to ``seq_lens`` and ``query_start_loc``. kind: (least, most,
+    group, window, M, N) of the launch, fields of ``Launch`` and ``WorkShape``.
     """
     seq_lens_ptr, starts_ptr = lengths
     least, most, group, window, block_m, _ = kind
@@ -35,7 +35,7 @@ def _rows(row_J, there_J, lengths, kind):
 
 @triton.jit
 def _count_splits(num_keys, size):
-    """Return the number of splits of a row. A row without keys has one, because a program must write its output."""
+    """Return the number of splits of a request. Without keys it has one, because a program must write its output."""
     return tl.maximum(tl.cdiv(num_keys, size), 1)
 
 
@@ -54,7 +54,7 @@ def _store(entry_ptr, mask, a, b, c, d, e, f, g, h):
 
 @triton.jit
 def _count_items(ends_ptr, num_rows, lengths, kind, splits, min_keys, BLOCK: tl.constexpr):
-    """Return keys of a split and number of items of a launch. ``ends_ptr`` receives cumulative item counts by row."""
+    """Return the keys per split and the number of items of a launch. Writes cumulative item counts to ``ends_ptr``."""
     block_n, work = kind[5], tl.zeros([], tl.int64)
     for begin in range(0, num_rows, BLOCK):
         row_J = num_rows - 1 - begin - tl.arange(0, BLOCK)
@@ -78,7 +78,7 @@ def _count_items(ends_ptr, num_rows, lengths, kind, splits, min_keys, BLOCK: tl.
 def _row_of(ends_ptr, index_I, real_I, num_rows, search):
     """Return the row of each item, counted from the last one, and the number of items before the row.
 
-    The row is the number of rows that end at or before the item. ``search``: steps of the binary search.
+    A binary search in ``ends_ptr``, the result of `_count_items`, takes ``search`` steps.
     """
     low_I, high_I = tl.zeros_like(index_I), tl.zeros_like(index_I) + num_rows
     for _ in range(search):
@@ -95,7 +95,10 @@ def _write_items(
     items_ptr, joins_ptr, ends_ptr, num_rows, num_items, search, lengths, kind, size, total, last, first_line,
     num_kv_heads, splits, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write all items of a launch with their padding, and the joins of split tiles. Returns the number of joins."""
+    """Write all items of a launch with their padding, and the joins of split tiles. Returns the number of joins.
+
+    size, total: results of `_count_items`. last: token from which padding items write zeros. first_line: see `Launch`.
+    """
     _, _, group, _, block_m, block_n = kind
     parts, joins = 0, 0
     for begin in range(0, num_items, BLOCK):
@@ -180,7 +183,7 @@ def attention_work(
     sliding_window: int,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Compute the work list (num_entries, 8) int32 of a batch in one launch, as `_work_list.attention_work`."""
+    """Compute the work list of query tiles and KV splits, (num_entries, 8) int32, as `_work_list.attention_work`."""
     num_rows = seq_lens.shape[0]
     shape = work_shape(num_heads, k_cache, num_rows, num_tokens, max_query_len, sliding_window, dtype)
     work = torch.empty(shape.num_entries, ENTRY_SIZE, dtype=torch.int32, device=seq_lens.device)

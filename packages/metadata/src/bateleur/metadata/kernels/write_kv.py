@@ -59,7 +59,10 @@ def _rotate(
     source_HL, target_HL, real_HL, cos_L, sin_L, turning_L, scale_H, weight_HL, kv_scale_H,
     HALF: tl.constexpr, NORM: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
-    """Rotate dimensions i and i + HALF of each head, in float32. Source and target may be the same memory."""
+    """Rotate dimensions i and i + HALF of each head, in float32. Source and target may be the same memory.
+
+    turning_L: mask of the dimensions i.
+    """
     low_HL, high_HL = tl.load(source_HL, mask=real_HL), tl.load(source_HL + HALF, mask=real_HL)
     if NORM > 0:
         low_HL = _normed(low_HL, scale_H, weight_HL, real_HL)

@@ -53,7 +53,7 @@ def _device(name: str, value: Any) -> str:
 
 
 def _drafter(name: str, value: Any) -> Any:
-    """Check for a drafter, or for a `DraftHead`, which makes its drafter once caches exist."""
+    """Accept a drafter, or a `DraftHead`, which makes its drafter once caches exist. Raises ValueError otherwise."""
     parts = ("admit", "needs", "num_speculative_tokens", "propose")
     whole = all(hasattr(value, part) for part in parts) and callable(value.admit) and callable(value.propose)
     if isinstance(value, type) or not (whole or hasattr(value, "speculator")):
@@ -120,7 +120,7 @@ class ModelConfig(Checked):
 
     @property
     def quantization_method(self) -> str | None:
-        """Method that the checkpoint must have; None for any."""
+        """Quantisation method that the checkpoint must have; None for any."""
         return None if self.dequantizes else self.quantization
 
 
@@ -364,5 +364,5 @@ PARTS: dict[str, Any] = {part.name: part.default_factory for part in fields(Engi
 
 
 def all_options() -> tuple[Option, ...]:
-    """Return all options of an engine, in the order of `PARTS`."""
+    """Return all options of an engine, in the order of the fields of `EngineConfig`."""
     return tuple(each for config in PARTS.values() for each in options_of(config))

@@ -71,9 +71,9 @@ class EngineLimits:
         return cls(longest, rows, min(num_tokens, rows * longest), drafts)  # a step can't have more tokens
 
     def smaller(self, *, rows: bool, tokens: bool) -> list[EngineLimits]:
-        """Return the limits with half of the requests, if `rows`, and with half of the tokens, if `tokens`.
+        """Return a copy with half of the requests, if `rows`, and another with half of the tokens, if `tokens`.
 
-        Limits below `LEAST_ROWS` or `LEAST_TOKENS` are left out, so the list may be empty.
+        Copies below `LEAST_ROWS` or `LEAST_TOKENS` are left out, so the list may be empty.
         """
         found, half_rows, half_tokens = [], self.max_num_seqs // 2, self.max_num_batched_tokens // 2
         if rows and half_rows >= LEAST_ROWS:

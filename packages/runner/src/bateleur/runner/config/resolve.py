@@ -1,4 +1,4 @@
-"""Attention backend, prompt scan and KV-cache dtype of a model: the user's options, completed for a device."""
+"""Attention backend, delta-rule kernels and KV-cache dtype of a model: the user's options, completed for a device."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def describe_backend(
 
 
 def choose_scan(wanted: PromptScan | str, spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> PromptScan:
-    """Return the kernels that scan prompts of delta rules.
+    """Return the kernels that process prompts in layers with a delta rule: those of this package or of fla-core.
 
     Raises ValueError, with the reason, if fla-core is requested and can't be used.
     """
@@ -89,7 +89,7 @@ def _reason_against_fla(spec: ModelSpec, dtype: torch.dtype, device: torch.devic
 
 
 def describe_scan(wanted: PromptScan | str, spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> str | None:
-    """Return which kernels scan prompts of delta rules, and why, for `bateleur info`; None without delta rules.
+    """Return a text with the result of `choose_scan` and the reason, for `bateleur info`; None without delta rules.
 
     Raises ValueError as `choose_scan`.
     """

@@ -25,7 +25,7 @@ class StateOptions:
 
     mode: states that are stored for later requests.
     policy: how a step keeps the states that rejected drafts may need.
-    block_size: tokens between two kept states; None: _STATE_BLOCK, less for short requests.
+    block_size: tokens between two kept states; None: chosen by `layout`.
     retention: states that stay in the prefix cache, see `PrefixRetention.parse`; None: by mode.
     ssm_dtype: dtype of SSM states; None: the checkpoint's.
     num_speculative_tokens: K, draft tokens of a step.
@@ -44,9 +44,10 @@ class StateOptions:
     def of(cls, cache: CacheConfig, num_speculative_tokens: int, device: torch.device) -> StateOptions:
         """Complete the user's options for a device.
 
-        The default policy is SLOTS without drafts: on an H200 its layers were faster for up to 64 requests (by 12 to
-        78 %), and about as fast for 256 (docs/gpu.md). With drafts it is FOLD, which moves fewer bytes and was up to
-        40 % faster for 64 requests; on a CPU only if prefixes are cached.
+        Without drafts the default policy is SLOTS (a state for every token of a step): on an H200 its layers were 12
+        to 78 % faster for up to 64 requests, and about as fast for 256 (docs/gpu.md). With drafts it is FOLD (one state
+        and the inputs after it), which moves fewer bytes and was up to 40 % faster for 64 requests. On a CPU without
+        prefix caching it is SLOTS.
 
         Raises ValueError for `mamba_retention` in mode NONE.
         """
@@ -104,9 +105,9 @@ class StateOptions:
         """Return the rule for which states stay in the prefix cache.
 
         page_bytes: bytes of a state. token_bytes: bytes of keys and values of one token.
-        In mode ALL without `mamba_block_size` and `mamba_retention`, states are kept at four kinds of boundaries: at a
-        distance whose keys and values cost as much as a state, the newest one, the prompt's last one, and after 1, 2,
-        4, ... blocks, which prompts may share. Raises ValueError for an unknown rule.
+        In mode ALL without `mamba_block_size` and `mamba_retention`, these states are kept: the newest, the last of the
+        prompt, those after 1, 2, 4, ... blocks, and one per n tokens whose keys and values are as large as a state.
+        Raises ValueError for an unknown rule.
         """
         if self.retention is not None:
             try:

@@ -47,14 +47,15 @@ def refuse(name: str, value: object, rule: str) -> NoReturn:
 
 @dataclass(frozen=True, slots=True)
 class Integer:
-    """Checks for an integer in [low, high]; a bool is not one."""
+    """Checks for an integer in [low, high]; a bool is not one.
+
+    why: appended to the rule in the message. rule: replaces the rule made from the bounds.
+    """
 
     low: float = -math.inf
     high: float = math.inf
     why: str = ""
-    """Appended to the rule in the message."""
     rule: str = ""
-    """Replaces the rule made from the bounds."""
 
     def __call__(self, name: str, value: object) -> int:
         """Return the value as an int. Raises ValueError for anything else."""
@@ -90,14 +91,14 @@ class Number:
 
 
 def flag(name: str, value: object) -> bool:
-    """Check for True or False; text such as "false" is refused."""
+    """Return `value`. Raises ValueError if it is not a bool; text such as "false" is refused."""
     if not isinstance(value, bool):
         refuse(name, value, "True or False")
     return value
 
 
 def text(name: str, value: object) -> str:
-    """Check for non-empty text that can be encoded in UTF-8."""
+    """Return `value`. Raises ValueError if it is not text, is empty, or can't be encoded in UTF-8."""
     if not isinstance(value, str) or not value:
         refuse(name, value, "text that is not empty")
     require_unicode(name, value)
@@ -113,7 +114,7 @@ def folder(name: str, value: object) -> str:
 
 
 def file(name: str, value: object) -> Path:
-    """Check for the path of a file, which need not exist."""
+    """Return the path of a file, which need not exist. Raises ValueError for another value."""
     path = fspath(value) if isinstance(value, PathLike) else value
     if not isinstance(path, str) or not path or "\0" in path:
         refuse(name, value, "the path of a file")
@@ -122,12 +123,12 @@ def file(name: str, value: object) -> Path:
 
 @dataclass(frozen=True, slots=True)
 class OneOf:
-    """Checks for one of some names, or an enumeration member with that name or value; returns it unchanged."""
+    """Checks for one of `names`, or an enumeration member with that name or value."""
 
     names: tuple[str, ...]
 
     def __call__(self, name: str, value: Any) -> Any:
-        """Return `value`. Raises ValueError for anything else."""
+        """Return `value` unchanged. Raises ValueError for anything else."""
         spelled = (value.name, value.value) if isinstance(value, Enum) else (value,)
         if not any(isinstance(each, str) and each in self.names for each in spelled):
             refuse(name, value, f"one of {', '.join(self.names)}")
@@ -136,7 +137,7 @@ class OneOf:
 
 @dataclass(frozen=True, slots=True)
 class Several:
-    """Checks each entry of a sequence and returns a tuple. rule: description of the sequence for messages."""
+    """Checks each entry of a sequence by `each`. rule: description of the sequence for messages."""
 
     each: Check
     rule: str

@@ -94,7 +94,7 @@ class DeviceCopies:
         self._sent: dict[str, tuple[bytes, Tensor]] = {}
 
     def __call__(self, name: str, array: NDArray[Any]) -> Tensor:
-        """Return `array` on the device; do not write to it. On a CPU the array itself is returned."""
+        """Return `array` on the device; do not write to it. On a CPU the result shares the memory of `array`."""
         if self._device.type == "cpu":
             return upload(array, self._device)
         contents = array.tobytes()
