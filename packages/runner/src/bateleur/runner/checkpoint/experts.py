@@ -21,7 +21,7 @@ _SCORES = ("scoring_func", "moe_router_activation_func")
 
 
 def at_least_1(fields: ConfigFields, name: str) -> int:
-    """Return a size field, which is 0 in configurations of models without experts. Raises ValueError for 0."""
+    """Return a size field. Raises ValueError for 0, which configurations of models without experts have."""
     return _AT_LEAST_1(fields.called(name), fields[name])
 
 
@@ -51,7 +51,7 @@ def sparse_layers(
 ) -> tuple[Layer, ...]:
     """Return the blocks, each followed by `experts` or by `mlp`.
 
-    It is `mlp` for blocks in `mlp_only_layers`, and for blocks whose number is no multiple of `decoder_sparse_step`.
+    It is `mlp` for blocks in `mlp_only_layers`, and for blocks i (from 1) not divisible by `decoder_sparse_step`.
     """
     dense, step = fields["mlp_only_layers"], fields["decoder_sparse_step"]
     if bad := [i for i in dense if i >= len(blocks)]:

@@ -84,9 +84,9 @@ class ConfigFields:
         return int(self["hidden_size"] // self["num_attention_heads"])
 
     def attention(self, *, bias: bool | None = None, **given: Any) -> AttentionLayer:
-        """Return the attention layer of the common fields.
+        """Return the attention layer that the config fields of most families describe.
 
-        bias: whether all projections have one; None: as the field `attention_bias`. given: arguments of
+        bias: whether all projections have biases; None: the field `attention_bias`. given: arguments of
         `AttentionLayer` that differ from Llama's.
         """
         bias = self["attention_bias"] if bias is None else bias
@@ -130,10 +130,10 @@ class ConfigFields:
         branches_per_layer: int = 2,
         **more: Any,
     ) -> ModelSpec:
-        """Return the model of these layers, with fields that all families share, but without an architecture.
+        """Return the model of these layers, with the fields that all families share. Its `architecture` is empty.
 
-        norm_eps: name of the field. lengths: default and largest maximum length of a request, for families without such
-        fields.
+        norm_eps: name of the field with epsilon. lengths: default and largest maximum length of a request, if no field
+        has them.
         """
         longest, scaled = lengths or self._lengths()
         return ModelSpec(
@@ -151,10 +151,10 @@ class ConfigFields:
         )
 
     def _lengths(self) -> tuple[int, int]:
-        """Return the default maximum length, and the maximum that a user may choose with scaled rotary embedding.
+        """Return the default maximum length, and the largest that a user may choose (0: the default).
 
-        Files with YaRN often keep the original `max_position_embeddings`. With other kinds it is often the scaled
-        length already, so only a user can choose more.
+        With YaRN, the default is the scaled length. With other kinds, `max_position_embeddings` is the default, because
+        it often is the scaled length already.
         """
         positions, parameters = self["max_position_embeddings"], self._rope_parameters
         kind, factor = str(parameters.get("rope_type")), parameters.get("factor") or 1.0
@@ -165,9 +165,9 @@ class ConfigFields:
         return positions, int(before.get(kind, 0) * factor)
 
     def rope(self, *, partial: bool = False, layer_type: str | None = None) -> RopeSpec:
-        """Return rotary embedding from `rope_parameters`, as transformers computes it.
+        """Return the rotary embedding of `rope_parameters`, as transformers computes it.
 
-        partial: whether the default kind of this family uses `partial_rotary_factor`; scaled kinds always do.
+        partial: whether rope_type "default" uses `partial_rotary_factor`; scaled types always do.
         layer_type: layer type whose parameters are read, if each type has its own.
         """
         parameters = self.raw("rope_parameters") or {}

@@ -33,7 +33,7 @@ _UNUSED = (
 
 
 def declared_kv_cache(folder: Path, config: Mapping[str, Any]) -> str:
-    """Return the KV cache dtype that a checkpoint asks for: "auto" without one, "fp8", or the text of another.
+    """Return the KV cache dtype that a checkpoint asks for: "auto" if none, "fp8", or an unsupported one.
 
     config: fields of `config.json`, see `quantization_fields`.
     """

@@ -63,7 +63,7 @@ def read_mtp(checkpoint: Checkpoint) -> MtpModule:
 
 
 def _names(theirs: Names, mtp: MtpNames, spec: ModelSpec) -> Names:
-    """Return the weight names of the head. theirs: names of a decoder with the head's layers. mtp: other names."""
+    """Return the weight names of the head. theirs: names of a target with its layers. mtp: names of other weights."""
     (embedding,) = (name for name, part in theirs.items() if part.target == "embedding")
     stem = embedding.rsplit(".", 2)[0] + "."
     names: Names = {f"{_PREFIX}{mtp.fc}.weight": WeightPart("fc_proj")}

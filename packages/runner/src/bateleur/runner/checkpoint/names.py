@@ -129,7 +129,7 @@ class ExpertNames:
 
 @dataclass(frozen=True, slots=True)
 class LayerTensorNames:
-    """Tensor names of a layer type for which families use different names."""
+    """Tensor names of a layer type that differ by family: the branch, the norm before it, and the branch's weights."""
 
     called: Called
     names: Callable[[Any], Names]
@@ -156,7 +156,8 @@ def weight_names(
 ) -> Names:
     """Return the weight names of a decoder, which begin with `stem`.
 
-    mlp, mixers: names of the branches. fused_mlp: whether gate and up are one tensor in the file.
+    mlp, mixers: names of MLPs, and of other branches by their type. fused_mlp: whether gate and up are one tensor in
+    the file.
     """
     names: Names = {
         f"{stem}.{embedding}.weight": WeightPart("embedding"),

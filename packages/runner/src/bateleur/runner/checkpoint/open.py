@@ -67,8 +67,8 @@ def open_checkpoint(
 ) -> Checkpoint:
     """Read a folder's `config.json` and the headers of its weights.
 
-    overrides: fields that replace those of the file. dequantize: see `Checkpoint`. method: quantisation method that the
-    checkpoint must have; None for any.
+    overrides: fields that replace those of the file. dequantize: whether quantised weights become plain ones at
+    loading. method: quantisation method that the checkpoint must have; None for any.
 
     Raises ValueError if the folder is not a checkpoint, its architecture is not supported (with the supported ones), a
     size is invalid, a file is damaged, or weights are missing, surplus or misshapen (all are listed).
@@ -164,7 +164,7 @@ def describe_model(
 
 
 def resolve_dtype(dtype: object, checkpoint: Checkpoint, device: torch.device) -> torch.dtype:
-    """Return the dtype to compute in: as named, or for "auto" float32 on a CPU and the checkpoint's dtype on CUDA."""
+    """Return the dtype to compute in: as given, or for "auto" float32 on a CPU and the checkpoint's dtype on CUDA."""
     if dtype != "auto":
         return DTYPES[str(dtype)]
     if device.type == "cpu" or checkpoint.dtype not in DTYPES.values():
@@ -209,7 +209,6 @@ def _overridden(fields: dict[str, Any], overrides: Mapping[str, Any]) -> dict[st
 
 
 def _read_spec(path: Path, family: Family, fields: ConfigFields, written: dict[str, Any]) -> tuple[ModelSpec, Names]:
-    """Return the spec of a checkpoint, and the names of its weights."""
     try:
         spec = replace(family.read_spec(fields), foreign_tokens=_foreign_tokens(written))
         return spec, family.fold(fields, family.names(spec))

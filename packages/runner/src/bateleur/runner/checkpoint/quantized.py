@@ -1,4 +1,4 @@
-"""Quantised weights of a checkpoint: entries that read like plain tensors, and codes and scales for the projections."""
+"""Quantised weights of a checkpoint: read like plain tensors, or copied to projections as codes and scales."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _ROUTERS = ("router_proj",)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuantizedEntry(TensorEntry):
-    """A quantised weight in place of the plain tensor: with its name, shape and dequantised numbers."""
+    """One entry for the tensors of a quantised weight: has the plain weight's name and shape, and reads dequantised."""
 
     quantized: ClassVar[bool] = True
     module: Module
@@ -52,7 +52,8 @@ def with_quantized(
 ) -> dict[str, TensorEntry]:
     """Return the tensors, with one entry in place of all tensors (codes, scales, ...) of each quantised module.
 
-    Raises ValueError for tensors of a format that is not supported, or that do not fit each other.
+    reader: None keeps all tensors. spellings: see `find_modules`. Raises ValueError for tensors of an unsupported
+    format, or that do not fit each other.
     """
     if reader is None:
         return dict(tensors)
@@ -93,7 +94,7 @@ def quantize_projections(
     """Allocate codes and scales for the projections whose weights are quantised, and return these projections.
 
     Codes and scales have the layout of the file. Expert weights whose schemes differ stay plain, and so does a weight
-    that is converted when it is loaded (transposed, for example).
+    that is converted when it is loaded (transposed, for example). share: this rank's part; None for all.
     """
     parts: dict[str, list[tuple[WeightPart, TensorEntry]]] = {}
     for name, part in names.items():
@@ -126,7 +127,7 @@ def _common(found: list[tuple[WeightPart, TensorEntry]]) -> Scheme | None:
 
 
 def _scheme(part: WeightPart, entry: TensorEntry) -> Scheme | None:
-    """Return the quantisation scheme of a tensor, with the factors of `part`; None for a plain tensor."""
+    """Return the quantisation scheme of a tensor times the part's factors; None for a plain tensor."""
     if not isinstance(entry, QuantizedEntry):
         return None
     scheme = entry.scheme()
@@ -140,7 +141,8 @@ def _pieces(
 ) -> Iterator[tuple[int, int, Scheme | None, int | None]]:
     """Yield (first row, row after the last, scheme, number of groups) for the rows of this rank.
 
-    Adjacent rows with equal schemes are joined. found: the parts of the weight and their tensors.
+    Adjacent rows with equal schemes are joined. found: the parts of the weight and their tensors. cut: this rank's
+    ranges by axis.
     """
     every = []
     for part, entry in found:
@@ -169,7 +171,7 @@ def _cut(scheme: Scheme, cut: Cut, axis: int) -> Scheme:
 
 
 def fill_quantized(projection: Projection | GroupedProjection, part: WeightPart, entry: TensorEntry, cut: Cut) -> None:
-    """Copy this rank's part of one tensor to the codes and scales of a projection."""
+    """Copy this rank's ranges (`cut`, by axis) of one tensor to the codes and scales of a projection."""
     if isinstance(projection, GroupedProjection):
         _fill_experts(projection, part, entry, cut)
         return
@@ -216,7 +218,7 @@ def _ordered(part: WeightPart, matrix: QuantizedMatrix) -> QuantizedMatrix:
 def _copy(
     pieces: Sequence[Rows], own: Range, matrix: QuantizedMatrix | Tensor, rows: slice, columns: Range | None
 ) -> None:
-    """Copy `rows` and `columns` of a stored matrix to the rows `own` of a projection, which lie in one piece."""
+    """Copy `rows` and `columns` of a stored matrix to rows `own` of a projection, which are in one of `pieces`."""
     (piece,) = (each for each in pieces if each.first <= own[0] and own[1] <= each.end)
     to, target = slice(own[0] - piece.first, own[1] - piece.first), piece.matrix
     if isinstance(matrix, Tensor):

@@ -16,7 +16,7 @@ from bateleur.runner.models.sharding import Cut
 def fill_weight(weight: Tensor, part: WeightPart, entry: TensorEntry, cut: Cut) -> None:
     """Copy this rank's slice of one tensor into its `weight`.
 
-    cut: the rank's part of the whole weight; {} for all of it. Only that part of the tensor is read.
+    cut: the rank's ranges of the whole weight, by axis; {} for all of it. Only they are read from the tensor.
     """
     shift, target = 0, weight
     if part.expert is not None:
@@ -45,7 +45,7 @@ def fill_weight(weight: Tensor, part: WeightPart, entry: TensorEntry, cut: Cut) 
 
 
 def own_rows(ranges: Sequence[Range] | None, part: WeightPart, count: int) -> Iterator[tuple[Range, Range]]:
-    """Yield ranges of this rank's rows, counted within the part's `count` rows and within the rank's weight.
+    """Yield pairs of row ranges to copy: from (in the part, which has `count` rows), and to (in this rank's weight).
 
     ranges: rows of the whole weight that the rank has; None for all.
     """

@@ -60,8 +60,8 @@ def list_tensors(folder: Path, other_prefixes: Sequence[tuple[str, str]] = ()) -
 
     other_prefixes: pairs (prefix in files, our prefix) by which names are changed.
 
-    Copies of a tensor in shards other than the one in the index are left out. Raises ValueError if there are no
-    weights, a shard is missing, truncated or lacks a listed tensor, or a tensor occurs twice.
+    Tensors in a shard other than the one in the index are left out. Raises ValueError if there are no
+    weights, a shard is missing, truncated or lacks a listed tensor, or two tensors have one name.
     """
     entries: dict[str, TensorEntry] = {}
     single = folder / SINGLE

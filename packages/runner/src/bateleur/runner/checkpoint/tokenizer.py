@@ -58,7 +58,7 @@ def with_end_tokens(checkpoint: Checkpoint, tokenizer: Tokenizer) -> Checkpoint:
 
 
 def _named_token(tokenizer: Tokenizer, name: str) -> str:
-    """Return the text of a special token such as `eos_token`, "" if there is none. It may be given as an object."""
+    """Return the text of a special token such as `eos_token`; "" if there is none."""
     given = getattr(tokenizer, name, None) or getattr(tokenizer, "init_kwargs", {}).get(name)
     return str(given.get("content", "")) if isinstance(given, dict) else str(given or "")
 
@@ -77,9 +77,9 @@ def _ask_transformers(folder: Path) -> Any:
 
 
 def _refuse_code(folder: Path, known: Callable[[Any], bool] = lambda named: False) -> None:
-    """Raise ValueError if the tokenizer's class is code in the checkpoint: transformers' classes split text otherwise.
+    """Raise ValueError if the tokenizer's class is code in the checkpoint: it may split text differently.
 
-    known: returns whether the split of a class is implemented here.
+    known: returns whether we implement the text splitting of a class.
     """
     for file in (folder / "tokenizer_config.json", folder / "config.json"):
         named = read_json(file).get("auto_map") if file.is_file() else None

@@ -154,7 +154,7 @@ DEFAULT_SPLIT = "|".join(("(?i:'s|'t|'re|'ve|'m|'ll|'d)", r"[^\r\n\p{L}\p{N}]?\p
 def read_tiktoken(folder: Path) -> FileTokenizer:
     """Return the tokenizer of a folder with `tiktoken.model`. Special tokens come from `tokenizer_config.json`.
 
-    Raises ValueError, naming the file, if it is damaged, and for a tokenizer class with another split.
+    Raises ValueError, naming the file, if it is damaged, and for a tokenizer class that splits text differently.
     """
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 
@@ -206,7 +206,7 @@ def _vocabulary(ranks: dict[bytes, int]) -> dict[str, int]:
 
 
 def _merges(ranks: dict[bytes, int]) -> list[tuple[str, str]]:
-    """Return all ways to make a token of two others, in the order of ranks."""
+    """Return all pairs of tokens that make another token, in the order of that token's rank."""
     merges: list[tuple[str, str]] = []
     for token in sorted(ranks, key=ranks.__getitem__):
         pairs = [(token[:at], token[at:]) for at in range(1, len(token))]
@@ -217,7 +217,7 @@ def _merges(ranks: dict[bytes, int]) -> list[tuple[str, str]]:
 
 
 def _added_tokens(config: dict[str, Any], first: int) -> list[tuple[str, bool]]:
-    """Return names of the tokens after the ranks, from id `first` on, and whether each is special."""
+    """Return names of added tokens, with ids from `first` on, and whether each is special."""
     described: dict[str, Any] = config.get("added_tokens_decoder") or {}
     known = {int(token): each for token, each in described.items() if isinstance(each, dict)}
     count = _NUM_RESERVED if is_kimi(config.get("auto_map")) else 0

@@ -90,8 +90,8 @@ def fill_weights(
 ) -> None:
     """Copy all tensors to the weights, one at a time, converted to the weights' dtype and device.
 
-    share: this rank's part of the weights. quantized: projections that keep codes and scales, by the names of their
-    weights, which are not among `weights`.
+    share: this rank's part of the weights; None for all. quantized: projections that keep codes and scales, by the
+    names of their weights, which are not among `weights`.
     """
     for name in sorted(names, key=lambda name: tensors[name].file):
         part, entry = names[name], tensors[name]

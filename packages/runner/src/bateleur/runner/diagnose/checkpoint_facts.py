@@ -57,7 +57,7 @@ class ModelFacts:
 
 @dataclass(frozen=True, slots=True)
 class StateFacts:
-    """Memory of recurrent states."""
+    """Memory of recurrent states. Page: a state and its conv window. Ring: inputs of a request's last tokens."""
 
     mamba_state_bytes_per_request: int
     """Most state memory of a running request over all recurrent layers (pages, ring and window), at any length."""
@@ -73,7 +73,7 @@ class StateFacts:
 
     @classmethod
     def of(cls, costs: CacheCosts, hits: CacheCosts) -> StateFacts:
-        """Return the memory of states. costs: costs of the caches. hits: costs with prefix caching on."""
+        """Return the memory of states. costs: costs of the engine's caches. hits: the same with prefix caching on."""
         return cls(
             mamba_state_bytes_per_request=costs.state_bytes_per_request,
             mamba_pages_per_request=costs.pages_per_request,
@@ -87,7 +87,7 @@ class StateFacts:
 
 @dataclass(frozen=True, slots=True)
 class DraftFacts:
-    """Memory of drafts."""
+    """Device memory for drafts, in bytes per request."""
 
     draft_logits_bytes_per_request: int
     """Logits of unverified drafts; 0 if the acceptance rule needs none."""
@@ -111,7 +111,7 @@ class KernelFacts:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointFacts:
-    """Sizes of a checkpoint, in bytes for weights and KV cache in `dtype`. With several ranks, numbers of the first."""
+    """Sizes of a checkpoint in an engine with weights of `dtype`. With several ranks, sizes on the first rank."""
 
     path: str
     model: ModelFacts
@@ -343,7 +343,6 @@ def _adapter_bytes(config: EngineConfig, checkpoint: Checkpoint, dtype: torch.dt
 
 
 def _head_facts(head: DraftHead) -> PartFacts:
-    """Return the sizes of a draft head as one part."""
     report, active = head.report, head.report.num_bytes
     if isinstance(head.head, MtpHead):
         active = sum(part.active_bytes for part in count_parts(head.head).values())

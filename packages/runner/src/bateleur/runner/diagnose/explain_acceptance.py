@@ -72,7 +72,7 @@ def explain(
     """Find what limits the acceptance rate of a draft head.
 
     It compares three runs: the head in the engine; the head alone on features recorded from the target's texts, under
-    every `Convention`; and the engine with a drafter that knows the target's texts.
+    every `Convention` (interpretation of its checkpoint); and the engine with a drafter that knows the target's texts.
 
     model: folder of the target; None is the shipped model.
     draft: folder of the head, "mtp" for the head in the target's files, or "auto" for the shipped head.

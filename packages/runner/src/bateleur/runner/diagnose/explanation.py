@@ -56,11 +56,12 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class ConventionResult:
-    """Expected acceptance under one `Convention`, over all output positions of the target's texts.
+    """Expected acceptance under one `Convention` (interpretation of the head), over all output positions of the texts.
 
-    cause: see `Convention`. tokens_per_step: mean over all positions. from_tokens_alone: this mean with features in
-    random order. better, uses_features: whether tokens_per_step is significantly higher than as declared, and than
-    from_tokens_alone.
+    cause: see `Convention`. tokens_per_step: mean over the positions. from_tokens_alone: this mean with shuffled
+    features.
+    better, uses_features: whether tokens_per_step is significantly higher than under the convention that the checkpoint
+    declares, and higher than from_tokens_alone.
     """
 
     name: str
@@ -72,9 +73,10 @@ class ConventionResult:
 
     @classmethod
     def of(cls, name: str, cause: str, accepted: Tensor, declared: Tensor, shuffled: Tensor) -> ConventionResult:
-        """Create a result from the accepted drafts (P,) per position.
+        """Create a result from numbers of accepted drafts at each of P positions, (P,) each.
 
-        accepted: under this convention. declared: under the declared one. shuffled: with shuffled features.
+        accepted: under this convention. declared: under the checkpoint's. shuffled: under this one, with shuffled
+        features.
         """
         tokens, alone = 1 + float(accepted.mean()), 1 + float(shuffled.mean())
         return cls(name, cause, tokens, alone, _exceeds(accepted, declared), _exceeds(accepted, shuffled))

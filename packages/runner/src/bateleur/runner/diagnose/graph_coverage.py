@@ -31,7 +31,7 @@ from bateleur.runner.utils.device import resolve_device
 
 @dataclass(frozen=True, slots=True)
 class GraphFacts:
-    """The CUDA graphs of an engine, and the batches that run in them."""
+    """The CUDA graphs of an engine (forward pass, sampling, draft proposal), and the batches that run in them."""
 
     plan: CudagraphDispatcher
     notes: tuple[str, ...]

@@ -27,7 +27,7 @@ H = TypeVar("H", Eagle3Head, MtpHead)
 
 @dataclass(frozen=True, slots=True)
 class Convention:
-    """One interpretation of a checkpoint."""
+    """One interpretation of a draft head's checkpoint: `boundaries` are the layers whose inputs the head gets."""
 
     name: str
     cause: str
@@ -38,7 +38,7 @@ class Convention:
 
 
 def conventions(head: Head, num_layers: int) -> list[Convention]:
-    """All interpretations of a head; the first is the one that its checkpoint declares."""
+    """All interpretations of a head's checkpoint. The first is the one that the checkpoint declares."""
     needs, after_norm = head.spec.needs, num_layers + 1
     declared = (*needs.taps, after_norm) if needs.hidden else needs.taps
     found = [Convention("as declared", "", declared, head)]
@@ -96,7 +96,7 @@ def _respecified(head: H, **changes: object) -> H:
 
 @dataclass(frozen=True, slots=True)
 class RecordedText:
-    """A text of the target with the features that the target computed."""
+    """A text of the target, and the features that the target computed, by layer as in `Convention.boundaries`."""
 
     tokens: list[int]
     """Prompt and output."""
@@ -108,10 +108,10 @@ class RecordedText:
 class RecordingDrafter:
     """A drafter that records the target's features, and proposes tokens of known texts.
 
-    keep: boundaries to record, numbered as in `Convention.boundaries`. script: whole texts, prompt and output; a
+    keep: layers whose inputs are recorded, as in `Convention.boundaries`. script: whole texts, prompt and output; a
     request that begins like one of them gets the rest of this text as drafts.
 
-    `propose` reads the device. It raises RuntimeError if a step's tokens contradict each other.
+    `propose` waits for the device. It raises RuntimeError if `next_token` is not the last emitted token.
     """
 
     def __init__(self, num_speculative_tokens: int, num_layers: int) -> None:
@@ -220,7 +220,7 @@ def draft_by_position(
 
 
 class _BranchAttention:
-    """Attention of drafts that branch off at every position of a text.
+    """Attention of branches, which are drafts that start at each position of a text.
 
     A branch sees the text before it and its own drafts.
     The first call for a layer is the pass over the text. Each later call is one pass of all branches.
@@ -232,7 +232,7 @@ class _BranchAttention:
         self._passes: dict[int, list[tuple[Tensor, Tensor]]] = {}
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Return the attention (T, H, D) for the text, or (P, H, D) for a pass of the branches."""
+        """Return the attention (T, H, D) for a text of T tokens, or (P, H, D) for a pass of P branches."""
         passes = self._passes.setdefault(layer, [])
         passes.append((k, v))
         num, row_T = len(passes) - 1, torch.arange(len(passes[0][0]), device=q.device)

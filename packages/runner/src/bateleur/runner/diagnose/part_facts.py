@@ -38,7 +38,7 @@ EMBEDDINGS = "embeddings"
 
 @dataclass(frozen=True, slots=True)
 class PartFacts:
-    """Sums over all layers of one kind. `embeddings` includes the final norm and the output projection."""
+    """Sums over all layers of one kind, or over the embedding, the final norm and the output projection."""
 
     layers: int
     parameters: int
@@ -48,7 +48,7 @@ class PartFacts:
 
 
 def layer_of(spec: ModelSpec, name: str) -> SingleLayer | None:
-    """Return the layer of a weight; None outside of layers. A norm that several mixers share belongs to the first."""
+    """Return the layer of a weight; None outside of layers. A norm before several branches belongs to the first."""
     where = name.split(".")
     if where[0] != "layers":
         return None

@@ -133,7 +133,7 @@ def _keys(layer: AttentionLayer, dtype: torch.dtype, batch: int, context: int, t
 
 
 def _states(state: Recurrence, caches: CacheCosts, batch: int, tokens: int) -> StepPart:
-    """Return the costs of states and windows (`bateleur.mamba.memory_traffic`); under FOLD the mean of a fold cycle."""
+    """Return the mean costs of states and conv windows in a step, see `bateleur.mamba.memory_traffic`."""
     assert caches.layout is not None, "a model with recurrent layers has a layout"
     if state.policy is StatePolicy.FOLD:
         moved = memory_traffic.fold_step_bytes(state, tokens, memory_traffic.FoldCycle.of(caches.layout, tokens))
@@ -147,7 +147,7 @@ def _states(state: Recurrence, caches: CacheCosts, batch: int, tokens: int) -> S
 def default_cache_costs(
     spec: ModelSpec, dtype: torch.dtype, longest: int, device: str, drafts: int = 0, kv_cache_dtype: str = "auto"
 ) -> CacheCosts:
-    """The caches of an engine with default options, apart from `kv_cache_dtype`.
+    """Return the cache costs of an engine with default options, apart from `kv_cache_dtype`.
 
     longest: maximum tokens of a request. device: device type, "cpu" or "cuda".
     """

@@ -110,7 +110,7 @@ class AdapterManager:
             )
 
     def _read(self, adapter: LoRARequest) -> _Loaded:
-        """Read an adapter, without a slot, unless it is known."""
+        """Read the files of an adapter unless its name is known. Does not give it a slot."""
         source = Path(adapter.lora_path)
         known = self._loaded.get(adapter.lora_name)
         if known is not None and (known.folder == source or not adapter.lora_path):
@@ -139,9 +139,10 @@ class AdapterManager:
         del self._loaded[name]
 
     def acquire(self, adapters: Sequence[LoRARequest]) -> list[bytes]:
-        """Read these adapters if necessary, on every rank, and count a request that waits for each; returns digests.
+        """Read adapters on all ranks if needed, count a waiting request for each, and return digests of their files.
 
-        Raises on all ranks the ValueError of one, see `load`; slots may all be in use. Then no request is counted.
+        Adapters need no free slot for that. If one rank raises ValueError (see `load`), all do, and no request is
+        counted.
         """
         try:
             known = run_on_all_ranks(self._ranks, lambda: [self._read(each) for each in adapters])
@@ -155,8 +156,8 @@ class AdapterManager:
     def assign(self, waiting: Sequence[str]) -> list[int]:
         """Give slots to requests that wait, first come, first served. Returns the slot of each; 0 if it still waits.
 
-        After a request that still waits, no other one gets the least recently used adapter. So its slot becomes free,
-        and no request waits forever.
+        While a request waits, no later one gets the least recently used adapter. So the slot of this adapter becomes
+        free, and no request waits forever.
 
         Args:
             waiting: adapter of each request, in service order.
@@ -174,7 +175,7 @@ class AdapterManager:
         return slots
 
     def release(self, name: str, *, held: bool) -> None:
-        """End a request that used the adapter. held: whether it had a slot."""
+        """Count a request of the adapter as ended. held: whether the request had a slot."""
         known = self._loaded[name]
         known.num_requests -= 1
         known.num_holders -= held
@@ -189,7 +190,7 @@ class AdapterManager:
         run_on_all_ranks(self._ranks, lambda: self.unload(name))
 
     def recount(self, requests: Iterable[tuple[str, bool]]) -> None:
-        """Set the requests of each adapter, after an interruption. requests: adapter, and whether it has a slot."""
+        """Recount the requests of each adapter after an interruption. requests: adapter, and whether it has a slot."""
         counts = Counter(requests)
         for name, each in self._loaded.items():
             each.num_holders = counts[name, True]
@@ -200,7 +201,7 @@ class AdapterManager:
         self._loaded = {name: each for name, each in self._loaded.items() if each.slot or each.num_requests}
 
     def _place(self, name: str) -> bool:
-        """Fill a free slot, or that of an idle adapter, with an adapter; returns whether there was such a slot."""
+        """Fill a free slot, or that of an idle adapter, with an adapter. Returns False if there is no such slot."""
         every = self._loaded.values()
         free = set(range(1, self.pool.num_slots + 1)) - {each.slot for each in every}
         idle = [each for each in every if each.slot and not each.num_holders]

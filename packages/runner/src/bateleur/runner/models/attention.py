@@ -26,7 +26,7 @@ class CachedAttention(ResidualBranch):
     """(H,) float32; see `AttentionLayer.sinks`."""
 
     def __init__(self, spec: AttentionLayer, index: int, like: Tensor) -> None:
-        """index: index of the layer's KV cache in `StepContext.kv`."""
+        """index: index of the layer's KV cache in `StepContext.kv`. like: tensor with the layer's dtype and device."""
         self.spec = spec
         self._index = index
         self._kv_scales = kv_scales_of(spec, like.device)
@@ -77,7 +77,9 @@ class Attention(CachedAttention):
     """
 
     def __init__(self, spec: AttentionLayer, like: Tensor, index: int, rope: int) -> None:
-        """index: index of the layer's KV cache. rope: index of the layer's rotary embedding in `LayerStep.rotary`."""
+        """index: index of the layer's KV cache. rope: index of the layer's rotary embedding in `LayerStep.rotary`.
+        like: tensor with the hidden size, dtype and device.
+        """
         super().__init__(spec, index, like)
         self._rope = rope
         self._gates = spec.num_heads if spec.gated else 0

@@ -15,7 +15,7 @@ from bateleur.runner.distributed.ranks import ALONE, Ranks
 
 @dataclass(frozen=True, slots=True)
 class StepContext:
-    """Metadata and caches of one step, read by all layers."""
+    """Metadata and caches of one step (keys, values, recurrent states, inputs of latest tokens), read by all layers."""
 
     batch: CommonAttentionMetadata
     backend: AttentionBackend
@@ -70,8 +70,8 @@ class LayerStep:
     def attend(self, run: Callable[..., Tensor], index: int, *tensors: Tensor) -> Tensor:
         """Return `run(context, *tensors)`, the attention of layer `index`.
 
-        If the backend accepts upper bounds in place of exact lengths, its call is captured in the CUDA graph of the
-        surrounding piece and gets the layer's work list as `work`. Otherwise it runs eagerly between pieces.
+        If the backend accepts upper bounds in place of exact lengths, its call is captured in the CUDA graph and
+        gets the layer's work list as `work`. Otherwise it runs eagerly, between the pieces of a piecewise CUDA graph.
         """
         if self.execution.state.backend.tolerates_loose_bounds:
             return run(self.execution.state, *tensors, work=self.work[index])

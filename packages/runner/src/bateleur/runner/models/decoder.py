@@ -216,7 +216,7 @@ class HybridDecoder:
     def pack(self, *, recorded: bool = False) -> None:
         """Store the loaded matrices in faster CPU layouts, see `Projection.pack`.
 
-        recorded: CUDA graphs will be captured.
+        recorded: whether CUDA graphs will be captured.
         """
         for projection in self.projections:
             projection.pack(recorded=recorded)
@@ -294,10 +294,7 @@ class HybridDecoder:
         return tuple(made[first] for first in self._first_of_kind)
 
     def embed(self, input_ids: Tensor) -> Tensor:
-        """Return the embeddings (T, hidden_size) of token ids (T,).
-
-        Each rank has some tokens; the ranks' results are added.
-        """
+        """Return the embeddings (T, hidden_size) of token ids (T,). With several ranks, their parts are summed."""
         if self.ranks.alone:
             return F.embedding(input_ids, self.embedding)
         first, end = self._tokens

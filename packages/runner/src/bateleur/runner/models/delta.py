@@ -16,12 +16,12 @@ from bateleur.runner.models.spec import DeltaLayer
 class Delta(Recurrent):
     """Gated delta net or Kimi delta attention between an input and an output projection.
 
-    The input projection computes q k v | gate | b | a. Then follow the mixer, the norm of every head and the gate. With
-    a rank R, gate and a are low-rank: R numbers each, projected a second time.
+    The input projection computes q k v | gate | b (beta) | a (decay). Then follow the convolution, the recurrence, the
+    norm of every head and the gate. With a rank R, gate and a are low-rank: R numbers each, projected a second time.
     """
 
     def __init__(self, spec: DeltaLayer, like: Tensor, index: int, params: tuple[Tensor, ...]) -> None:
-        """index: index of the layer's states in the state pool. params: tensors for A and dt_bias."""
+        """like: tensor with hidden size, dtype, device. index: index in the state pool. params: A, dt_bias."""
         state, hidden, rank = spec.state, like.shape[1], spec.rank
         super().__init__(state, like, index, params)
         self.spec = spec

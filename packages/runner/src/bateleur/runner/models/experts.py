@@ -26,7 +26,7 @@ class Experts(ResidualBranch):
     """Routed experts, and an optional shared expert that all tokens take. The router computes in float32."""
 
     def __init__(self, spec: ExpertsLayer, like: Tensor, exchange: ExpertParallel | None = None) -> None:
-        """exchange: exchanges tokens with ranks that have the experts outside `spec.own`; None if all are here."""
+        """exchange: sends tokens to ranks with other experts, or None. like: tensor with dtype and device."""
         self.spec, self._exchange = spec, exchange
         hidden, inner, count = like.shape[1], spec.intermediate_size, spec.num_experts
         width = spec.latent_size or hidden
@@ -107,9 +107,9 @@ class Experts(ResidualBranch):
         return y_SL.add_(self.down_proj.bias.index_select(0, expert_S))
 
     def _of_all_ranks(self, exchange: ExpertParallel, x_TL: Tensor, weights_TK: Tensor, experts_TK: Tensor) -> Tensor:
-        """Return the weighted sum (T, L) of each token's experts on all ranks.
+        """Return the weighted sum (T, L) of each token's experts, which are divided among ranks.
 
-        The own experts compute tokens of all ranks.
+        This rank's experts compute the tokens of all ranks. `exchange` gathers tokens and adds results.
         """
         assert self.spec.own is not None
         x_AL, weights_AK, experts_AK = exchange.gather(x_TL, weights_TK, experts_TK)

@@ -181,7 +181,7 @@ class GroupedProjection:
     def pack(self, *, recorded: bool = False) -> None:
         """Pack the matrix of each group if that makes products faster, see `Projection.pack`.
 
-        recorded: CUDA graphs will be captured. They read `group_ends` on the device, so nothing is packed.
+        recorded: whether CUDA graphs will be captured. They read `group_ends` on the device, so nothing is packed.
         """
         if self._packed or recorded:
             return

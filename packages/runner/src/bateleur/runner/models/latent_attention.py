@@ -26,7 +26,7 @@ class LatentAttention(CachedAttention):
     """
 
     def __init__(self, spec: LatentLayer, like: Tensor, index: int) -> None:
-        """index: index of the layer's KV cache."""
+        """index: index of the layer's KV cache. like: tensor with the hidden size, dtype and device."""
         super().__init__(spec, index, like)
         self._layer = spec
         heads, hidden = spec.num_heads, like.shape[1]
@@ -52,7 +52,6 @@ class LatentAttention(CachedAttention):
 
 
 def _padded(heads_TH: Tensor, head_dim: int) -> Tensor:
-    """Return the heads (T, H, size) padded with zeros to (T, H, head_dim)."""
     missing = head_dim - heads_TH.shape[-1]
     return F.pad(heads_TH, (0, missing)) if missing else heads_TH
 
@@ -66,7 +65,7 @@ def _fake_heads(kv_up: Tensor, shared: Tensor, heads: int, key_dim: int, head_di
 def join_heads(kv_up: Tensor, shared: Tensor, heads: int, key_dim: int, head_dim: int) -> tuple[Tensor, Tensor]:
     """Return keys and values (T, H, D) for the KV cache.
 
-    made (T, H * (N + V)): projection of the latent; each head has N key elements (`key_dim`), then V of its value.
+    kv_up (T, H * (N + V)): projection of the latent; each head has N key elements (`key_dim`), then V of its value.
     shared (T, S): key elements that all heads share. A key has N own elements, S shared ones, and zeros up to D.
     """
     kv_up_TH = kv_up.view(len(kv_up), heads, kv_up.shape[1] // heads)

@@ -21,7 +21,7 @@ class Mamba(Recurrent):
     """
 
     def __init__(self, spec: MambaLayer, like: Tensor, index: int, params: tuple[Tensor, ...]) -> None:
-        """index: index of the layer's states in the state pool. params: tensors for A, D and dt_bias."""
+        """like: tensor with hidden size, dtype, device. index: index in the state pool. params: A, D, dt_bias."""
         state, hidden = spec.state, like.shape[1]
         super().__init__(state, like, index, params, conv_bias=spec.conv_bias)
         self.spec = spec

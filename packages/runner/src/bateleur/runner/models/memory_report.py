@@ -95,7 +95,7 @@ def packed_weight_bytes(
     stored: dtype of the checkpoint. On a CPU with our C kernels, a matrix whose numbers bfloat16 can represent is
     stored in bfloat16 even if it is computed in float32. A tied output projection is then a packed copy of the
     embedding.
-    recorded: CUDA graphs are captured over the model.
+    recorded: whether CUDA graphs are captured over the model.
     """
     held = sum(weight.nbytes for weight in model.weights().values())
     if device.type != "cpu" or unavailable_reason() is not None:

@@ -59,12 +59,12 @@ class RMSNorm:
     """`y = x / sqrt(mean(x^2) + eps) * weight` over the last dimension, with the mean in float32."""
 
     def __init__(self, size: int, eps: float, like: Tensor, *, exact: bool = False) -> None:
-        """exact: use a float32 weight whatever the model's dtype."""
+        """exact: use a float32 weight whatever the dtype. like: tensor with the model's dtype and device."""
         self.weight = like.new_empty(size, dtype=torch.float32 if exact else like.dtype)
         self._eps = eps
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Return the norm of x (T, size), which has the layer's dtype."""
+        """Return the norm of x, which is (T, size) in the layer's dtype."""
         return rms_norm(x, self.weight, self._eps)
 
     def of_sum(self, h: Tensor, terms: Sequence[Term], dtype: torch.dtype) -> Tensor:

@@ -57,8 +57,8 @@ def quantized_grouped(x: Tensor, ends: Tensor, parts: Sequence[Tensor], scheme: 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Return `x W^T + b` for x (T, K), a plain W (N, K) and b (N,) or None.
 
-    A CPU uses a C kernel with the sums of plain matrices, or computes token by token, because torch's BLAS would round
-    by the number of tokens.
+    A CPU uses the C kernel of plain matrices, or computes token by token, because the rounding of torch's BLAS depends
+    on the number of tokens.
     """
     if not x.is_cpu:
         return F.linear(x, weight, bias)

@@ -15,13 +15,13 @@ class Recurrent(ResidualBranch):
     def __init__(
         self, state: Recurrence, like: Tensor, index: int, params: tuple[Tensor, ...], *, conv_bias: bool = False
     ) -> None:
-        """index: index of the layer's states in the state pool. params: tensors for the recurrence's parameters."""
+        """like: tensor with dtype and device. index: index in the state pool. params: parameters of the recurrence."""
         self._index = index
         conv = like.new_empty(state.conv_dim, state.conv_width)
         self.mixer = Mixer(state, conv, like.new_empty(state.conv_dim) if conv_bias else None, params)
 
     def weights(self) -> dict[str, Tensor]:
-        """Return the tensors to load, by weight name. The recurrence names its parameters."""
+        """Return the tensors to load, by weight name, including the recurrence's parameters."""
         mixer = self.mixer
         names = [each.name for each in mixer.spec.parameters]
         found = super().weights() | {"conv": mixer.conv_weight, **dict(zip(names, mixer.params, strict=True))}
@@ -30,7 +30,7 @@ class Recurrent(ResidualBranch):
     def mix(self, step: LayerStep, channels_TC: Tensor, *gates: Tensor) -> Tensor:
         """Run convolution and recurrence, which read and write the requests' states: (T, *output_shape).
 
-        In a piecewise graph, decodes are captured in a piece. Prompts run between pieces.
+        In a piecewise CUDA graph, decodes are part of a captured piece, and prompts run eagerly between pieces.
         """
         execution, context = step.execution, step.execution.state
         assert context.mamba is not None
@@ -49,5 +49,5 @@ class Recurrent(ResidualBranch):
         return self.mixer.prefill_into(y, channels_TC, gates, context.mamba_batch, *self._kept(context))
 
     def _kept(self, context: StepContext) -> tuple[tuple[Tensor, Tensor | None], Rings | None]:
-        """Return the layer's states and rings from the context."""
+        """Return the layer's conv windows and states, and its rings (inputs of the latest tokens)."""
         return context.states[self._index], context.rings[self._index]

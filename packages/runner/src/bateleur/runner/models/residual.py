@@ -1,4 +1,4 @@
-"""A layer of the residual stream: a norm and one or several mixers that read it."""
+"""A layer of the residual stream: a norm and one or several branches (attention, MLP, ...) that read it."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ Mixer = Attention | LatentAttention | Mlp | Experts | Mamba | Delta | GatedConv
 
 @dataclass(frozen=True, slots=True)
 class ResidualLayer:
-    """A layer of the spec: `h + sum(factor * mixer(norm(h)))`.
+    """A layer of the residual stream: `h = h + sum(factor * branch(norm(h)))`, with attention or others as branches.
 
-    With `norm_last` a mixer adds `norm(mixer(h))`; with `output_norm` it adds `output_norm(mixer(norm(h)))`.
+    With `norm_last` a branch adds `norm(branch(h))`; with `output_norm` it adds `output_norm(branch(norm(h)))`.
     """
 
     norm: RMSNorm
@@ -42,7 +42,7 @@ class ResidualLayer:
     def of(
         cls, layer: Layer, build: Callable[[SingleLayer], Mixer], make_norm: Callable[[], RMSNorm], multiplier: float
     ) -> ResidualLayer:
-        """Build the layer with mixers made by `build`. Weight names of part i of a parallel layer begin with `i.`."""
+        """Build the layer with branches made by `build`. Weight names of part i of a parallel layer begin with `i.`."""
         if not isinstance(layer, ParallelLayer):
             return cls(make_norm(), (("", build(layer), multiplier),))
         factors = enumerate(zip(layer.parts, layer.factors, strict=True))
@@ -59,16 +59,16 @@ class ResidualLayer:
 
     @property
     def matrices(self) -> dict[str, Projection | GroupedProjection]:
-        """Projections of all mixers, by the names of their weights."""
+        """Projections of all residual branches of the layer, by the names of their weights."""
         return {prefix + name: each for prefix, mixer, _ in self.parts for name, each in mixer.projections.items()}
 
     @property
     def projections(self) -> list[Projection | GroupedProjection]:
-        """Projections of all mixers."""
+        """Projections of all residual branches of the layer."""
         return list(self.matrices.values())
 
     def pack(self, *, recorded: bool = False) -> None:
-        """Store the matrices in faster CPU layouts, see `Projection.pack`. recorded: CUDA graphs will be captured."""
+        """Store the matrices in faster CPU layouts, see `Projection.pack`. recorded: for CUDA graphs."""
         for projection in self.projections:
             projection.pack(recorded=recorded)
 
@@ -82,7 +82,7 @@ class ResidualLayer:
                 mixer.warm_up(num_tokens)
 
     def add_to(self, stream: ResidualStream, step: LayerStep) -> None:
-        """Run the mixers and add their outputs to the residual stream."""
+        """Run the layer's residual branches and add their outputs to the residual stream."""
         x_TM = stream.read() if self.norm_last else stream.normed(self.norm)
         if not step.ranks.alone and len(self.parts) > 1 and not self.norm_last:
             stream.add(step.ranks.sum_(self._of_all(x_TM, step)), 1.0)
@@ -96,7 +96,7 @@ class ResidualLayer:
                 stream.add(y_TM, factor)
 
     def _of_all(self, x_TM: Tensor, step: LayerStep) -> Tensor:
-        """Return this rank's sum over all mixers, so that one all-reduce is enough."""
+        """Return this rank's sum over all parallel branches, so that one all-reduce is enough."""
         (_, first, factor), *others = self.parts
         y_TM = first.forward(x_TM, step).mul(factor)
         for _, mixer, factor in others:

@@ -90,7 +90,7 @@ class RopeTable:
         return table.to(self._dtype)
 
     def _frequencies(self, length_P: Tensor) -> Tensor:
-        """Return radians per position, (P, R/2) or (R/2,). length_P: length of the sequence up to each position."""
+        """Return radians per position, ([P,] rotary_dim / 2). length_P: length of the sequence up to each position."""
         beyond = self.spec.beyond
         if beyond is None:
             return self._inv_freq
@@ -105,7 +105,7 @@ class RopeTable:
         return torch.where(length_P1 > beyond.original_length, longer, self._inv_freq)
 
     def at(self, positions_T: Tensor) -> tuple[Tensor, Tensor]:
-        """Return cosines and signed sines, (T, 1, R) each, of positions that are in the table."""
+        """Return cosines and signed sines, (T, 1, rotary_dim) each, of positions that are in the table."""
         rows_T12R = self._table_P2R.index_select(0, positions_T).unsqueeze(1)
         half = self.spec.rotary_dim
         return rows_T12R[..., :half], rows_T12R[..., half:]

@@ -36,7 +36,7 @@ def route(logits_TE: Tensor, spec: RouterSpec, top_k: int, correction_E: Tensor 
 def logistic(x: Tensor) -> Tensor:
     """Return the sigmoid of each number, with bits that do not depend on its position.
 
-    On a CPU, torch's sigmoid has other bits in the last lanes of a tensor, so the choice of equal experts would depend
+    On a CPU, torch's sigmoid has other bits in a tensor's last elements, so the choice of equal experts would depend
     on the number of tokens.
     """
     return x.float().neg().exp_().add_(1.0).reciprocal_().to(x.dtype) if x.is_cpu else x.sigmoid()
@@ -118,9 +118,9 @@ def _fake_combined(y: Tensor, sorted_index: Tensor, weights: Tensor, *_: object)
 def combine(y: Tensor, sorted_index: Tensor, weights: Tensor, shared: Tensor | None, gate: Tensor | None) -> Tensor:
     """Return `sum_k weights[t, k] * y[sorted_index[t * K + k]] (+ shared[t] (* sigmoid(gate[t])))` (T, L) in y's dtype.
 
-    y (S, L): outputs of the sorted pairs of token and expert; places (S,) int64: sorted position of pair t * K + k;
-    weights (T, K) float32; shared (T, L) and gate (T, 1) of y's dtype. The best expert is added first, so a token's sum
-    does not depend on other tokens. The kernel rounds once.
+    y (S, L): outputs of the sorted pairs of token and expert; sorted_index (S,) int64: sorted position of pair t * K +
+    k; weights (T, K) float32; shared (T, L) and gate (T, 1) of y's dtype. The best expert is added first, so a token's
+    sum does not depend on other tokens. The kernel rounds once.
     """
     y_TKL = y.index_select(0, sorted_index).view(*weights.shape, y.shape[1])
     out_TL = (y_TKL * weights.unsqueeze(-1)).sum(1).to(y.dtype)

@@ -1,6 +1,6 @@
 """Divides a model among ranks: layers with fewer heads and channels, and parts of weights.
 
-Every branch reads the whole residual stream and returns a part of its output, so each ends with one all-reduce. These
+Every branch reads the whole residual stream and returns a partial sum, so each ends with one all-reduce. These
 are divided:
 
 attention heads (KV heads are replicated if there are fewer than ranks), channels of MLPs and of every expert, heads of
@@ -38,7 +38,7 @@ Cut = Mapping[int, tuple[Range, ...]]
 
 @dataclass(frozen=True, slots=True)
 class WeightShard:
-    """This rank's part of the weights of a layer or model: ranges of rows and columns."""
+    """This rank's part of the weights of a layer or model: ranges by axis (`cuts`), and biases that are 0 (`once`)."""
 
     cuts: dict[str, Cut] = field(default_factory=dict)
     once: frozenset[str] = frozenset()

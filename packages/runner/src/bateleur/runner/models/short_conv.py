@@ -14,7 +14,7 @@ class GatedConv(Recurrent):
     """Short convolution `out_proj(C * conv(B * x))`; an input projection computes B | C | x."""
 
     def __init__(self, spec: ShortConvLayer, like: Tensor, index: int) -> None:
-        """index: index of the layer's states in the state pool."""
+        """index: index of the layer's states in the state pool. like: tensor with the hidden size, dtype and device."""
         width = spec.state.channels
         super().__init__(spec.state, like, index, (), conv_bias=spec.bias)
         self.spec = spec

@@ -1,8 +1,8 @@
 """Description of a model by plain numbers. It is read from a checkpoint's config and used by layers and caches.
 
-A model is a stack of residual branches: `h = h + residual_multiplier * mixer(norm(h))`. NemotronH has one branch per
-layer; Bamba, GraniteMoeHybrid and Llama have two (a mixer, then an MLP), so their `layers` is twice as long. Mixers
-that read the same norm, as in Falcon-H1, are the parts of a `ParallelLayer`.
+A model is a stack of residual branches: `h = h + residual_multiplier * branch(norm(h))`. NemotronH has one branch per
+layer; Bamba, GraniteMoeHybrid and Llama have two (attention or a recurrence, then an MLP), so their `layers` is twice
+as long. Branches that read the same norm, as in Falcon-H1, are the parts of a `ParallelLayer`.
 """
 
 from __future__ import annotations
@@ -176,7 +176,7 @@ class ExpertsLayer:
 
 @dataclass(frozen=True, slots=True)
 class RecurrentLayer:
-    """Base class of recurrent mixers: sizes of their states, and chunk size of their scans."""
+    """Base class of recurrent layers: sizes of their states, and chunk size of their scans."""
 
     state: Recurrence
     chunk_size: int
@@ -188,7 +188,7 @@ class RecurrentLayer:
 
 @dataclass(frozen=True, slots=True)
 class MambaLayer(RecurrentLayer):
-    """Mamba-2 mixer."""
+    """A Mamba-2 layer."""
 
     state: Mamba2
     conv_bias: bool
@@ -229,7 +229,7 @@ SingleLayer = AttentionLayer | MlpLayer | ExpertsLayer | MambaLayer | DeltaLayer
 
 @dataclass(frozen=True, slots=True)
 class ParallelLayer:
-    """Mixers that read the same norm. Their outputs are multiplied by factors and added to the residual stream."""
+    """Branches that read the same norm. Their outputs are multiplied by factors and added to the residual stream."""
 
     parts: tuple[SingleLayer, ...]
     factors: tuple[float, ...]
@@ -255,7 +255,7 @@ Layer = SingleLayer | ParallelLayer
 
 
 def parts_of(layer: Layer) -> tuple[SingleLayer, ...]:
-    """Return the mixers of a layer: the layer itself, or the parts of a parallel layer."""
+    """Return the branches of a layer: the layer itself, or the parts of a parallel layer."""
     return layer.parts if isinstance(layer, ParallelLayer) else (layer,)
 
 
@@ -341,7 +341,7 @@ class ModelSpec:
 
     @property
     def mixers(self) -> tuple[SingleLayer, ...]:
-        """Mixers of all layers in order, including those of parallel layers."""
+        """Residual branches of all layers in order, including those of parallel layers."""
         return tuple(part for layer in self.layers for part in parts_of(layer))
 
     @property

@@ -61,12 +61,12 @@ class ResidualStream:
         return self._kept_TM
 
     def read(self) -> Tensor:
-        """Return the residual stream (T, M) in the layers' dtype. The result may be its own memory."""
+        """Return the residual stream (T, M) in the layers' dtype. The result may share its memory."""
         self.sum()
         return self._seen()
 
     def normed(self, norm: RMSNorm) -> Tensor:
-        """Return the norm (T, M) of the residual stream."""
+        """Return the residual stream (T, M) after `norm`."""
         if not self._pending or self._shared:
             return norm(self.read())
         terms, self._pending = self._pending, []

@@ -20,7 +20,7 @@ from bateleur.runner.quantization.module import (
 
 
 class AwqReader(QuantizedReader):
-    """Reads AWQ: `qweight` (K, N / 8) and `qzeros` (G, N / 8) packed along N, `scales` (G, N), G groups of columns."""
+    """Reads a weight (N, K) of AWQ: `qweight` (K, N / 8) and `qzeros` (G, N / 8) packed along N, `scales` (G, N)."""
 
     parts = (frozenset(("qweight", "qzeros", "scales")),)
 

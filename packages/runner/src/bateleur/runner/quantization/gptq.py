@@ -29,7 +29,7 @@ _UNUSED_ZEROS = "quantization_config: sym is true, but qzeros in the files hold 
 
 
 class GptqReader(QuantizedReader):
-    """Reads GPTQ: `qweight` (K * bits / 32, N) packed along K, `qzeros` (G, N * bits / 32) along N, `scales` (G, N)."""
+    """Reads a weight (N, K) of GPTQ: `qweight` (K * bits / 32, N), `qzeros` (G, N * bits / 32), `scales` (G, N)."""
 
     parts = (frozenset(("qweight", "qzeros", "scales", "g_idx")),)
     less_one: bool
@@ -95,7 +95,7 @@ class GptqReader(QuantizedReader):
         return (zeros + int(self.less_one)) & ((1 << bits) - 1)
 
     def _symmetric(self, module: Module) -> bool:
-        """Return whether the zero point is 2^(bits - 1) in any case. `qzeros` then hold that number or one less."""
+        """Return whether all zero points are 2^(bits - 1). `qzeros` then hold this number, or one less."""
         return self._said(module, "sym") is not False
 
     def _said(self, module: Module, name: str) -> Any:

@@ -11,7 +11,7 @@ from bateleur.runner.utils.arguments import Integer, refuse
 
 
 def strings(fields: Mapping[str, Any], name: str) -> tuple[str, ...]:
-    """Return the strings of a field with a list, or with a list of lists; () if it is absent."""
+    """Return the strings of a list field, those of nested lists included; () if the field is absent."""
     value = fields.get(name)
     if value is None:
         return ()
@@ -23,7 +23,7 @@ def strings(fields: Mapping[str, Any], name: str) -> tuple[str, ...]:
 
 
 def objects(fields: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Return a field with an object; empty if it is absent."""
+    """Return a field that is a JSON object; empty if the field is absent."""
     value = fields.get(name)
     if value is not None and not isinstance(value, dict):
         refuse(f"quantization_config: {name}", value, "an object")
@@ -31,19 +31,19 @@ def objects(fields: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 def each_object(fields: Mapping[str, Any], name: str) -> dict[str, dict[str, Any]]:
-    """Return a field with an object of objects. A null stands for an empty object."""
+    """Return a field that is a JSON object of objects. A null stands for an empty object."""
     found = objects(fields, name)
     return {key: objects({f"{name}[{key!r}]": value}, f"{name}[{key!r}]") for key, value in found.items()}
 
 
 def integer(fields: Mapping[str, Any], name: str, default: int) -> int:
-    """Return a field with an integer; `default` if it is absent."""
+    """Return an integer field; `default` if it is absent."""
     value = fields.get(name)
     return default if value is None else Integer()(f"quantization_config: {name}", value)
 
 
 def pair(fields: Mapping[str, Any], name: str) -> tuple[int, int] | None:
-    """Return a field with the rows and columns of a block, given as a list or as `128x128`; None if it is absent."""
+    """Return the rows and columns of a block from a field like [128, 128] or `128x128`; None if the field is absent."""
     value = fields.get(name)
     if value is None:
         return None

@@ -68,5 +68,5 @@ class ModeloptReader(QuantizedReader):
 
 
 def _block(module: Module) -> tuple[int, int] | None:
-    """Return the block size (128, 128) if it has block scales, stored as (N / 128, 1, K / 128, 1); else None."""
+    """Return the block size (128, 128) for block scales, stored as (N / 128, 1, K / 128, 1); else None."""
     return _BLOCK if len(module["weight_scale"].shape) == 4 else None

@@ -140,7 +140,7 @@ def scale_dtype(module: Module, scale: str) -> torch.dtype:
 
 
 def row_scales(module: Module, scale: str, block: tuple[int, int] | None, shape: tuple[int, ...]) -> Tensor:
-    """Expand scales per tensor, per row or per block to (..., N, G). The last block may be smaller."""
+    """Return scales per tensor, row or block, expanded to N rows and G column groups, (..., N, G)."""
     *lead, rows, columns = shape
     entry = module[scale]
     scales, count = entry.mapped(), math.prod(lead)

@@ -1,4 +1,4 @@
-"""`quant_method: mxfp4`: experts of gpt-oss, e2m1 in groups of 32 with scales that are powers of two."""
+"""Reader for `quant_method: mxfp4`: experts of gpt-oss, e2m1 in groups of 32 with scales that are powers of two."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _NAN = 255
 
 
 class Mxfp4Reader(QuantizedReader):
-    """`blocks` (E, N, K / 32, 16) with two codes a byte, low nibble first, and `scales` (E, N, K / 32) e8m0."""
+    """Reads `blocks` (E, N, K / 32, 16) with two codes a byte, low nibble first, and `scales` (E, N, K / 32) e8m0."""
 
     parts = (frozenset(("blocks", "scales")),)
 

@@ -13,7 +13,7 @@ from bateleur.runner.models.spec import AttentionLayer, Layer, MlpLayer, ModelSp
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MtpNames:
-    """Tensor names of an MTP head, without `mtp.`. The head's layers have the names of the target's layers."""
+    """Layers of an MTP head (tensors named as the target's), and names of its other tensors, without `mtp.`."""
 
     layers: Callable[[ConfigFields, ModelSpec], tuple[tuple[Layer, ...], int]]
     """Returns the branches of the head of a target, and the number of branches per layer. Raises ValueError if there is
@@ -58,7 +58,7 @@ class Family:
 
     @property
     def architectures(self) -> frozenset[str]:
-        """Values of `architectures` in config.json: with and without its head, and of multimodal models."""
+        """Supported `architectures` of config.json: of the causal language model, without a head, and multimodal."""
         stem = self.architecture
         for ending in ("ForCausalLM", "ForConditionalGeneration"):
             stem = stem.removesuffix(ending)
@@ -86,11 +86,9 @@ def gated_mlp(fields: ConfigFields) -> MlpLayer:
 def read_layers(
     fields: ConfigFields, listed: str, readers: Mapping[str, Callable[[], Layer]], *following: Layer
 ) -> tuple[Layer, ...]:
-    """Return the branches of all layers: for each entry of the field `listed` its own branch, then `following`.
+    """Return the residual branches of all layers: for each entry of the field `listed` one branch, then `following`.
 
-    readers: functions that make the branch, by kind of layer (value of an entry).
-
-    Raises ValueError for an unsupported kind.
+    readers: functions that make the branch, by kind of layer (value of an entry). Raises ValueError for another kind.
     """
     made: dict[str, Layer] = {}
     for i, kind in enumerate(kinds := fields.raw(listed) or ()):

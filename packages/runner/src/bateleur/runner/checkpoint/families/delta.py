@@ -124,7 +124,7 @@ def _channels(layer: DeltaLayer) -> tuple[int, int, int]:
 
 
 def _sizes(layer: DeltaLayer) -> tuple[int, ...]:
-    """Return the numbers of rows for queries, keys, values, gate, b and a in the projection."""
+    """Return the numbers of rows for queries, keys, values, gate, b (beta) and a (decay) in the projection."""
     channels, heads = _channels(layer), layer.state.heads[1]
     return *channels, channels[2], heads, heads
 
@@ -176,15 +176,15 @@ def _qwen3_next(fields: ConfigFields) -> ModelSpec:
 
 
 def _qwen_names(delta: Callable[[DeltaLayer], Names], spec: ModelSpec) -> Names:
-    """Return the names of a decoder whose delta layers have the names `delta`."""
+    """Return the weight names of a decoder. delta: function that returns those of a delta layer."""
     mixers = {**MIXERS, DeltaLayer: LayerTensorNames(("linear_attn", "input_layernorm"), delta)}
     return norms_less_one(weight_names(spec, ("mlp", "post_attention_layernorm"), mixers))
 
 
 def _mtp_layers(fields: ConfigFields, spec: ModelSpec) -> tuple[tuple[Layer, ...], int]:
-    """Return the branches of the head's one layer, which is like the target's last attention layer, and their number.
+    """Return the residual branches of the head's one layer, like the target's last attention layer, and their number.
 
-    Configurations of Qwen3-Next do not have the number of MTP layers.
+    Configurations of Qwen3-Next do not have the field `mtp_num_hidden_layers`.
     """
     count, dedicated = fields.raw("mtp_num_hidden_layers"), fields.raw("mtp_use_dedicated_embeddings")
     if count not in (None, 1):
@@ -228,7 +228,7 @@ def _olmo_hybrid_names(spec: ModelSpec) -> Names:
 
 
 def _olmo_norms(spec: ModelSpec, names: Names) -> Iterator[tuple[str, WeightPart]]:
-    """Yield all weight names, with those of norms as in the files, and as in transformers where that differs."""
+    """Yield all weight names, with OLMo's names of norms; the names that transformers saves are in `instead`."""
     before = {
         "input_layernorm": ("attention_layer_norm", "input_layernorm"),
         "post_attention_layernorm": ("feedforward_layer_norm", "post_attention_layernorm"),

@@ -63,7 +63,7 @@ def _read_blocks(fields: ConfigFields) -> tuple[Layer, ...]:
 
 
 def _mlp_size(fields: ConfigFields) -> int:
-    """Return two thirds of `intermediate_size`, scaled and rounded up, unless the configuration turns that off."""
+    """Return two thirds of `intermediate_size`, scaled and rounded up; all of it without `block_auto_adjust_ff_dim`."""
     size = int(fields["intermediate_size"])
     if not fields["block_auto_adjust_ff_dim"]:
         return size

@@ -78,7 +78,7 @@ def _qwen3_moe(fields: ConfigFields) -> ModelSpec:
 
 
 def _smollm3(fields: ConfigFields) -> ModelSpec:
-    """Llama with layers without positions, which may have a sliding window."""
+    """Llama, in which some layers have no rotary embedding, and some may have a sliding window."""
     blocks, rotary = read_windows(fields, fields.attention()), fields["no_rope_layers"]
     if len(rotary) < len(blocks):
         raise ValueError(f"no_rope_layers has {len(rotary)} entries; it must have num_hidden_layers = {len(blocks)}")

@@ -43,7 +43,7 @@ _feed_forward_names = partial(weight_names, mlp=("feed_forward", "pre_ff_layerno
 
 
 def _falcon_h1(fields: ConfigFields) -> ModelSpec:
-    """Falcon-H1. Its multipliers take no time: they are folded into existing factors, `scale` or weights."""
+    """Falcon-H1. Its multipliers cost no time, because they are folded into weights and `scale`."""
     if fields["projectors_bias"] != fields["mamba_proj_bias"]:
         raise ValueError(
             f"projectors_bias is {fields['projectors_bias']}; it must equal mamba_proj_bias = "

@@ -49,10 +49,9 @@ def e2m1(codes):
 def of_columns(row_N, k, first, group_K,
     GROUPS: tl.constexpr, GROUP: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Load scales or zeros for a tile of columns `k` from the rows of a table (rows of W, groups of columns).
+    """Load scales or zeros for a tile of columns `k`, from `first` on, from rows of a table (N, groups of columns).
 
-    The result has one entry per row, per group or per column; `by_column` broadcasts it to columns. first: first
-    column.
+    The result has a column per column of W, per group, or one in all; `by_column` broadcasts it to (N, K).
     GROUP: columns of a group; 0 reads the group of each column from group_K.
     """
     if GROUP == 0:
@@ -81,9 +80,10 @@ def weight_tile(
     WIDTH: tl.constexpr, START: tl.constexpr, INDEXED: tl.constexpr, DIVIDES: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Return dequantised weights (N, K) float32 of a tile of columns that begins at `first`.
+    """Return a tile (N, K) of dequantised weights, float32, whose columns begin at `first`.
 
-    Columns after the last have any finite values.
+    Columns after the matrix's last have arbitrary finite values. Column k has group (k + START) // WIDTH, or index[k]
+    if INDEXED.
     """
     k = first + tl.arange(0, BLOCK_K)
     if LAYOUT == "I4" or LAYOUT == "F4" or LAYOUT == "MX4":

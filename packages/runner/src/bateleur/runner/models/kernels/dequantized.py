@@ -61,8 +61,8 @@ def dense_kernel(
     """Compute a tile of `x W^T + b` for dequantised w (N, PADDED). y: (T, N) with rows that are `y_row` apart.
 
     Grid (tiles of rows x tiles of tokens): BAND tiles of rows for all tokens are consecutive, so that they stay in
-    the L2 cache. Both operands are in shared memory, so the next product starts before one ends, except at the end of
-    a part. Occupancy on sm_90: at least 1 blocks per SM.
+    the L2 cache. Operands are read from shared memory, so products overlap, except where a part of PART columns ends.
+    Occupancy on sm_90: at least 1 blocks per SM.
     """
     tiles_n: tl.constexpr = (ROWS + BLOCK_N - 1) // BLOCK_N
     band = BAND * tl.cdiv(num_tokens, BLOCK_T)
@@ -121,7 +121,7 @@ def dequantize(matrix: QuantizedMatrix, constants: Mapping[str, Any], into: Tens
 
 
 def multiply(x: Tensor, weight: Tensor, parts: tuple[int, int], bias: Tensor | None, y: Tensor) -> None:
-    """Write `x W^T + b` to y (T, N), for x (T, K) and dequantised weights (N, PADDED). parts: see `quantized.cut`."""
+    """Write `x W^T + b` to y (T, N), for x (T, K) and dequantised weights (N, PADDED). parts: from `quantized.cut`."""
     (tokens, columns), (rows, padded) = x.shape, weight.shape
     options = tile_options()
     dense_kernel[(cdiv(rows, options["BLOCK_N"]) * cdiv(tokens, options["BLOCK_T"]),)](

@@ -44,7 +44,7 @@ def grouped_kernel(
     BLOCK_S: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_E: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Multiply a tile of rows by the transpose of their group's matrix: a tile (rows, columns) of the result.
+    """Compute a tile of the result: rows of x times the transpose of their group's matrix.
 
     Grid (tiles of columns, tiles of rows). Occupancy on sm_90: at least 4 blocks per SM.
     """

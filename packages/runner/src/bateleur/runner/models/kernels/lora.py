@@ -24,7 +24,7 @@ def shrink_kernel(
     x_ptr, a_ptr, slot_ptr, lanes_ptr, x_token, num_columns,
     RANK: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Compute `lanes[t] = a[slot] @ x[t]` in float32, for the adapter slot of each token t; nothing for slot 0.
+    """Compute `lanes[t] = a[slot] @ x[t]` (R float32 numbers) for the adapter slot of each token t; nothing for slot 0.
 
     Grid (tokens, tiles of the low rank). Occupancy on sm_90: at least 8 blocks per SM.
     """
@@ -53,7 +53,7 @@ def expand_kernel(
 ):  # fmt: skip
     """Compute `y[t] += b[slot] @ lanes[t]` in float32, rounded once, for the adapter slot of each token t.
 
-    Grid (tokens, tiles of rows). Occupancy on sm_90: at least 8 blocks per SM.
+    lanes: from `shrink_kernel`. Grid (tokens, tiles of rows). Occupancy on sm_90: at least 8 blocks per SM.
     """
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_ptr + token).to(tl.int64)

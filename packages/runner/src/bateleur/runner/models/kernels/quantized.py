@@ -1,6 +1,6 @@
 """Triton kernels of products with quantised matrices. They dequantise codes in registers.
 
-A product is computed as W x^T: the 64 rows of a tensor core instruction are rows of W for any number of tokens. The
+A product is computed as W x^T: rows of W fill the 64 rows of a tensor core instruction even for one token. The
 columns of W are cut into parts, whose sizes depend on W alone. The sums of parts are added in order: by `sum_kernel`
 for few tokens, in one program for many, and by `kernels.dequantized` for many in half precision. So the bits of a token
 do not depend on other tokens.
@@ -40,8 +40,8 @@ def product_tile(
 ):  # fmt: skip
     """Return the product of a tile of W and a tile of tokens, (N, T) float32 sums over the columns [begin, end).
 
-    W is an operand in registers. Adding 0 uses the sum, so that Triton waits for the product before the next tile:
-    Triton 3.6 would overwrite the operand of a product that runs (triton-lang/triton#9433), except in float32.
+    W is an operand in registers. Adding 0 to the sum makes Triton wait for the product before the next tile:
+    Triton 3.6 would overwrite the operand of a running product (triton-lang/triton#9433), except in float32.
     """
     sum_NT = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
     for first in range(begin, end, BLOCK_K):
@@ -67,8 +67,8 @@ def linear_kernel(
 ):  # fmt: skip
     """Compute a tile of `x W^T + b` with dequantised W.
 
-    Grid (tiles of rows of W, tiles of tokens, parts of columns). If APART, y (parts, T, N) float32 gets the sums of
-    each part, which `sum_kernel` adds. Occupancy on sm_90: at least 1 blocks per SM.
+    Grid (tiles of rows of W, tiles of tokens, parts of columns). If APART, y (parts, T, N) float32 gets the sum of
+    each part, and `sum_kernel` adds them. Occupancy on sm_90: at least 1 blocks per SM.
     """
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     t = tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)
@@ -105,7 +105,7 @@ def linear_kernel(
 
 @triton.jit(do_not_specialize=["part_size"])
 def sum_kernel(parts_ptr, bias_ptr, y_ptr, part_size, ROWS: tl.constexpr, PARTS: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Add the sums of parts of columns in their order, add the bias, and write y.
+    """Add the sums (PARTS, T, N) over parts of the columns in order, add the bias, and write y (T, N).
 
     Occupancy on sm_90: at least 12 blocks per SM.
     """

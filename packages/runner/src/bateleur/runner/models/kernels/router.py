@@ -27,7 +27,7 @@ _NONE = tl.constexpr(-(2**63))  # below every key
 
 @triton.jit
 def _keys(x, number, COUNT: tl.constexpr):
-    """Return distinct int64 sort keys ordered as x, NaN largest. Of equal x, the lower number has the larger one."""
+    """Return distinct int64 sort keys in the order of x, NaN largest. Of equal x, the lower number has the larger."""
     bits = x.to(tl.int32, bitcast=True)
     bits = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
     bits = tl.where(x == x, bits, 0x7FFFFFFF)

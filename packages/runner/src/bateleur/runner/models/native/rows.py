@@ -51,7 +51,7 @@ def add_rms_norm(
 def activation(gate_up: Tensor, size: int, name: str, gated: bool) -> Tensor | Unsupported:
     """Return `act(gate_up)` or `act(gate) * up` by a C kernel, as `models.mlp.activation`.
 
-    `Unsupported` unless wide is float32 or bfloat16 with dense rows.
+    `Unsupported` unless gate_up is float32 or bfloat16 with dense rows.
     """
     if not _takes(gate_up):
         return UNSUPPORTED
