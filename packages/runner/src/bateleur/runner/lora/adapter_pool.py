@@ -61,7 +61,7 @@ class AdapterPool:
         return self.token_slots[:num_tokens].copy_(staged, non_blocking=True)
 
     def poison(self) -> None:
-        """Set the last slot for all tokens, which is wrong for most, so that checks find graphs that read old slots."""
+        """Set the last adapter slot for all tokens (wrong for most), so that checks find graphs that read old slots."""
         self.token_slots.fill_(self.num_slots)
 
     def fill(self, slot: int, matrices: Mapping[str, LowRank]) -> None:

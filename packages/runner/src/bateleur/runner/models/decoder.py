@@ -248,8 +248,8 @@ class HybridDecoder:
         All results have the model's dtype.
 
         execution: the step, whose caches are written.
-        taps: boundaries between layers of the checkpoint, as `bateleur.eagle.TargetNeeds` counts them. A layer of the
-        checkpoint has `branches_per_layer` branches.
+        taps: layers of the checkpoint (`branches_per_layer` branches each) whose input is returned; the number of
+        layers stands for the last one's output.
         """
         spec = self.spec
         context = execution.state

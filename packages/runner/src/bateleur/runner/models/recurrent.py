@@ -1,4 +1,4 @@
-"""Base class of recurrent branches: the mixer (convolution and recurrence) and its weights."""
+"""Base class of recurrent branches: convolution and recurrence (the mixer), and their weights."""
 
 from __future__ import annotations
 

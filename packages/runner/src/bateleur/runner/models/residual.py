@@ -26,7 +26,7 @@ Mixer = Attention | LatentAttention | Mlp | Experts | Mamba | Delta | GatedConv
 
 @dataclass(frozen=True, slots=True)
 class ResidualLayer:
-    """A layer of the residual stream: `h = h + sum(factor * branch(norm(h)))`, with attention or others as branches.
+    """A layer of the residual stream: `h = h + sum(factor * branch(norm(h)))`. Branches are attention, MLP and others.
 
     With `norm_last` a branch adds `norm(branch(h))`; with `output_norm` it adds `output_norm(branch(norm(h)))`.
     """

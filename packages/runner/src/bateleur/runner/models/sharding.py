@@ -38,7 +38,7 @@ Cut = Mapping[int, tuple[Range, ...]]
 
 @dataclass(frozen=True, slots=True)
 class WeightShard:
-    """This rank's part of the weights of a layer or model: ranges by axis (`cuts`), and biases that are 0 (`once`)."""
+    """This rank's part of the weights of a layer or model: ranges (`cuts`), and biases that are 0 here (`once`)."""
 
     cuts: dict[str, Cut] = field(default_factory=dict)
     once: frozenset[str] = frozenset()

@@ -20,7 +20,8 @@ from bateleur.runner.quantization.module import (
 
 
 class AwqReader(QuantizedReader):
-    """Reads a weight (N, K) of AWQ: `qweight` (K, N / 8) and `qzeros` (G, N / 8) packed along N, `scales` (G, N)."""
+    """Reads `qweight` (K, N / 8) and `qzeros` (G, N / 8), packed along N, and `scales` (G, N) for G groups of columns.
+    """
 
     parts = (frozenset(("qweight", "qzeros", "scales")),)
 

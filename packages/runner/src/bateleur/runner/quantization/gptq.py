@@ -29,7 +29,7 @@ _UNUSED_ZEROS = "quantization_config: sym is true, but qzeros in the files hold 
 
 
 class GptqReader(QuantizedReader):
-    """Reads a weight (N, K) of GPTQ: `qweight` (K * bits / 32, N), `qzeros` (G, N * bits / 32), `scales` (G, N)."""
+    """Reads `qweight` (K * bits / 32, N), `qzeros` (G, N * bits / 32) and `scales` (G, N) for G groups of columns."""
 
     parts = (frozenset(("qweight", "qzeros", "scales", "g_idx")),)
     less_one: bool

@@ -78,7 +78,7 @@ INERT = frozenset(_INERT.split())
 
 
 def gated_mlp(fields: ConfigFields) -> MlpLayer:
-    """The gated MLP of Llama's field names; without a field `mlp_bias` there are no biases."""
+    """Read a gated MLP from Llama's field names. Without a field `mlp_bias` there are no biases."""
     fields.choice("hidden_act", ("silu",))
     return MlpLayer(fields["intermediate_size"], bias=fields.optional("mlp_bias") or False)
 

@@ -51,7 +51,7 @@ def of_columns(row_N, k, first, group_K,
 ):  # fmt: skip
     """Load scales or zeros for a tile of columns `k`, from `first` on, from rows of a table (N, groups of columns).
 
-    The result has a column per column of W, per group, or one in all; `by_column` broadcasts it to (N, K).
+    The result is (N, columns), (N, groups) or (N, 1); `by_column` broadcasts it to (N, K).
     GROUP: columns of a group; 0 reads the group of each column from group_K.
     """
     if GROUP == 0:
