@@ -30,7 +30,7 @@ def read_experts(
 ) -> ExpertsLayer:
     """Read a mixture-of-experts layer. names: config field of each size. more: further arguments of `ExpertsLayer`.
 
-    Raises ValueError for a router that the family does not have, and for more experts per token than exist.
+    Raises ValueError if the configuration has other scores than the router, or more experts per token than exist.
     """
     for name in _SCORES:
         if fields.raw(name) is not None:

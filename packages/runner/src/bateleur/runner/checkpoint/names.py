@@ -35,7 +35,7 @@ class StorageForm(Enum):
     """w - 1, for a weight w of a norm."""
 
     def read(self, tensor: Tensor) -> Tensor:
-        """Return the weight that a stored tensor stands for. A computed weight is float32, so that it is rounded once.
+        """Return the weight for a stored tensor. Weights computed from it are float32, so that they are rounded once.
         """
         match self:
             case StorageForm.A_LOG:

@@ -93,8 +93,8 @@ def _exceeds(accepted: Tensor, other: Tensor) -> bool:
 class Explanation:
     """Measurements and causes of a low acceptance rate.
 
-    conventions: results under each convention, the declared one first; drafts sampled at temperature 0.8, texts of all
-        temperatures.
+    conventions: results under each convention, the declared one first; drafts sampled at temperature 0.8, texts
+    generated at all temperatures.
     vocabulary_share: share of the target's tokens that are in the draft vocabulary, an upper bound of acceptance rates.
     causes: any of "bookkeeping", "features", "norm", "vocabulary" and "rollout", most likely first; may be empty.
     conclusions: at least one sentence.

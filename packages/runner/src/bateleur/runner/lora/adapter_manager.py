@@ -141,8 +141,7 @@ class AdapterManager:
     def acquire(self, adapters: Sequence[LoRARequest]) -> list[bytes]:
         """Read adapters on all ranks if needed, count a waiting request for each, and return digests of their files.
 
-        Adapters need no free slot for that. If one rank raises ValueError (see `load`), all do, and no request is
-        counted.
+        This needs no free slots. If one rank raises ValueError (see `load`), all do, and no request is counted.
         """
         try:
             known = run_on_all_ranks(self._ranks, lambda: [self._read(each) for each in adapters])

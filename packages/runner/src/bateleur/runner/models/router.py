@@ -57,7 +57,7 @@ def route_tokens(
     scale: float,
     groups: Sequence[int],
 ) -> tuple[Tensor, Tensor]:
-    """Route tokens to experts, see `route`. Of equal scores, the kernel takes the lower expert id, and NaN first.
+    """Route tokens to experts, see `route`. The kernel prefers NaN, and the lower expert id of equal scores.
 
     sum_eps: added to the sum that weights are divided by; None: do not divide. groups: number of groups, and number of
     groups to choose.

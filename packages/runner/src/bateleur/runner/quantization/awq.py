@@ -20,8 +20,7 @@ from bateleur.runner.quantization.module import (
 
 
 class AwqReader(QuantizedReader):
-    """Reads `qweight` (K, N / 8) and `qzeros` (G, N / 8), packed along N, and `scales` (G, N) for G groups of columns.
-    """
+    """Reads `qweight` (K, N / 8) and `qzeros` (G, N / 8), packed along N, and `scales` (G, N) for G column groups."""
 
     parts = (frozenset(("qweight", "qzeros", "scales")),)
 
