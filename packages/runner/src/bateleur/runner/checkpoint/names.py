@@ -35,8 +35,7 @@ class StorageForm(Enum):
     """w - 1, for a weight w of a norm."""
 
     def read(self, tensor: Tensor) -> Tensor:
-        """Return the weight for a stored tensor. Weights computed from it are float32, so that they are rounded once.
-        """
+        """Return the weight for a stored tensor. Computed weights are float32, to be rounded once."""
         match self:
             case StorageForm.A_LOG:
                 return -torch.exp(tensor.float())

@@ -28,7 +28,7 @@ _ROUTERS = ("router_proj",)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuantizedEntry(TensorEntry):
-    """One entry for the tensors of a quantised weight: has the plain weight's name and shape, and reads dequantised."""
+    """One entry for the tensors of a quantised weight, with the plain weight's name and shape. `mapped` dequantises."""
 
     quantized: ClassVar[bool] = True
     module: Module

@@ -94,7 +94,7 @@ class Explanation:
     """Measurements and causes of a low acceptance rate.
 
     conventions: results under each convention, the declared one first; drafts sampled at temperature 0.8, texts
-    generated at all temperatures.
+        generated at all temperatures.
     vocabulary_share: share of the target's tokens that are in the draft vocabulary, an upper bound of acceptance rates.
     causes: any of "bookkeeping", "features", "norm", "vocabulary" and "rollout", most likely first; may be empty.
     conclusions: at least one sentence.

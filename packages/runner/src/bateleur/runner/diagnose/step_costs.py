@@ -1,7 +1,7 @@
 """Bytes and flops of a decode step, computed from shapes: a lower bound for its time.
 
-A step cannot be faster than its bytes at memory bandwidth, or its flops at the peak rate. It counts the weights, once
-per step; keys and values of every request; recurrent states by their policy; inputs and outputs of matrix products.
+A step cannot be faster than its bytes at memory bandwidth, or its flops at the peak rate. Counted are the weights, once
+per step; keys and values of every request; recurrent states; inputs and outputs of matrix products.
 The number of experts that are read assumes that each token goes to `top_k` experts at random; real routers read fewer.
 Norms, activations and sampling count as fused with the products around them.
 """

@@ -93,7 +93,7 @@ def packed_weight_bytes(
     """Return the bytes of all weights of `model` after `HybridDecoder.pack` for `device`.
 
     stored: dtype of the checkpoint. On a CPU with our C kernels, a matrix whose numbers bfloat16 can represent is
-    stored in bfloat16 even if it is computed in float32. A tied output projection is then a packed copy of the
+    stored in bfloat16 even if it is computed in float32. After packing, a tied output projection is a copy of the
     embedding.
     recorded: whether CUDA graphs are captured over the model.
     """

@@ -313,7 +313,7 @@ class ModelSpec:
         return any(layer.rope is not None and layer.rope.beyond is not None for layer in self.attention)
 
     def rope_length(self, prompt_len: int) -> int:
-        """Return the prompt length that rotary frequencies are computed for; 0 within the original length.
+        """Return the prompt length that rotary frequencies are computed for; 0 up to the model's original length.
 
         Prompts with equal frequencies have the same value.
         """

@@ -61,7 +61,7 @@ def _joined_names(layer: DeltaLayer) -> Names:
 
 
 def _packed_names(layer: DeltaLayer) -> Names:
-    """Weight names of Qwen3-Next: in its fused matrices, the rows of a key head come before those of the next."""
+    """Weight names of Qwen3-Next, whose fused matrices hold all rows of one key head, then those of the next."""
     sizes, state = _sizes(layer), layer.state
     assert isinstance(state, GatedDelta)
     first, second = sum(sizes[:4]), sum(sizes[4:])
