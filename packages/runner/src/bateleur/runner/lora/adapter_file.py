@@ -86,7 +86,7 @@ def _read_modules(
 ) -> tuple[dict[str, dict[str, Tensor]], dict[str, str], list[str]]:
     """Read the LoRA matrices of each module.
 
-    Returns `A` and `B` by module, each module's name in the file, and the names of tensors other than `A` and `B`.
+    Returns `A` and `B` by module, each module's name in the file, and errors (tensors other than `A` and `B`).
     """
     modules: dict[str, dict[str, Tensor]] = {}
     stored: dict[str, str] = {}
