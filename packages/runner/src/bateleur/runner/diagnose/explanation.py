@@ -48,7 +48,7 @@ class Run:
     def tokens_per_step(self) -> float:
         """Mean tokens per step of an infinite text with these rates.
 
-        The end of a real text shortens its last step.
+        The last step of a real text has fewer tokens, because the text ends.
         """
         rates = (0.0 if math.isnan(rate) else rate for rate in self.acceptance)
         return 1.0 + float(sum(accumulate(rates, mul)))

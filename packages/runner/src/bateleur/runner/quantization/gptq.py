@@ -99,7 +99,7 @@ class GptqReader(QuantizedReader):
         return self._said(module, "sym") is not False
 
     def _said(self, module: Module, name: str) -> Any:
-        """Return a field of the configuration, or of the first entry of `dynamic` that matches the module."""
+        """Return a field of the first `dynamic` entry that matches the module, or else of the configuration."""
         for pattern, own in self._dynamic:
             if starts_with(pattern.removeprefix("-:").removeprefix("+:"), module.names):
                 return own.get(name, self.fields.get(name))

@@ -32,7 +32,7 @@ def find_modules(
 ) -> tuple[dict[str, Module], set[str]]:
     """Return quantised modules by the name of their plain weight, and the names of all their tensors.
 
-    spellings: pairs of prefixes (in other files, ours); lists of ignored modules may use either.
+    spellings: pairs of equivalent prefixes (in other files, ours); a module gets names with both.
     """
     grouped: dict[str, dict[str, StoredTensor]] = {}
     tensor_names: dict[str, set[str]] = {}
