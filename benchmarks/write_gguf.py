@@ -1,6 +1,6 @@
-"""Converts a Llama checkpoint to a GGUF file with the same float32 weights, for llama.cpp.
+"""Converts a Llama checkpoint to a GGUF file with the same float32 weights, or quantised ones, for llama.cpp.
 
-    python benchmarks/write_gguf.py FOLDER FILE.gguf
+    python benchmarks/write_gguf.py FOLDER FILE.gguf [Q8_0|Q4_0]
 
 Needs only `gguf`, `safetensors` and numpy, so that it runs in the environment of llama.cpp. The file has no tokenizer:
 requests have token ids.
@@ -41,8 +41,9 @@ def interleaved(weight: NDArray[np.float32], heads: int) -> NDArray[np.float32]:
     return np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(weight.shape)
 
 
-def write(folder: Path, file: Path) -> None:
-    """Write the file."""
+def write(folder: Path, file: Path, kind: str = "F32") -> None:
+    """Write the file. kind: name of a GGML type for matrices."""
+    wanted = gguf.GGMLQuantizationType[kind]
     config = json.loads((folder / "config.json").read_text())
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     head_dim = config.get("head_dim") or config["hidden_size"] // heads
@@ -63,13 +64,15 @@ def write(folder: Path, file: Path) -> None:
     out.add_tokenizer_model("no_vocab")
     for name, tensor in load_file(folder / "model.safetensors").items():
         weight = tensor.astype(np.float32)
+        stored = wanted if weight.ndim == 2 else gguf.GGMLQuantizationType.F32
         if name in OUTSIDE:
-            out.add_tensor(OUTSIDE[name], weight)
+            out.add_tensor(OUTSIDE[name], gguf.quants.quantize(weight, stored), raw_dtype=stored)
             continue
         layer, part = name.removeprefix("model.layers.").removesuffix(".weight").split(".", 1)
         if part in ("self_attn.q_proj", "self_attn.k_proj"):
             weight = interleaved(weight, heads if part.endswith("q_proj") else kv_heads)
-        out.add_tensor(f"blk.{layer}.{NAMES[part]}.weight", weight)
+        quantised = gguf.quants.quantize(weight, stored)
+        out.add_tensor(f"blk.{layer}.{NAMES[part]}.weight", quantised, raw_dtype=stored)
     out.write_header_to_file()
     out.write_kv_data_to_file()
     out.write_tensors_to_file()
@@ -77,4 +80,4 @@ def write(folder: Path, file: Path) -> None:
 
 
 if __name__ == "__main__":
-    write(Path(sys.argv[1]), Path(sys.argv[2]))
+    write(Path(sys.argv[1]), Path(sys.argv[2]), *sys.argv[3:])

@@ -20,8 +20,8 @@ NAMES = [name for name, each in SCHEMES.items() if each.layout in (Layout.I8, La
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("name", NAMES)
 def test_bits_are_those_of_the_dequantised_matrix(name: str, bias: bool) -> None:
-    """Of any number of tokens, with a last panel that is not full, packed for the kernels or not."""
-    for rows, columns in ((70, 200), (300, 1000), (5, 96)):
+    """Of any number of tokens, with a last panel and a last word that are not full, packed for the kernels or not."""
+    for rows, columns in ((70, 200), (300, 1000), (5, 96), (97, 77)):
         quantised, b = matrix(SCHEMES[name], rows, columns), torch.randn(rows) if bias else None
         plain, kept = Projection(quantised.dequantize(), b), Projection.of(quantised, torch.float32)
         kept.bias = b
@@ -34,7 +34,7 @@ def test_bits_are_those_of_the_dequantised_matrix(name: str, bias: bool) -> None
         assert torch.equal(kept.weight, plain.weight)
         wanted = plain(x)
         assert torch.equal(before, wanted)
-        for tokens in (1, 2, 3, 7, 64, 70):
+        for tokens in (1, 2, 3, 4, 5, 9, 16, 64, 70):
             assert torch.equal(kept(x[:tokens]), wanted[:tokens]), tokens
 
 

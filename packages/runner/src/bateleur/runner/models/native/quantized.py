@@ -11,6 +11,7 @@ from functools import cache
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.library import Library
 
@@ -19,8 +20,10 @@ from bateleur.metadata.native import Kernel, kernels, unavailable_reason
 from bateleur.runner.models.quantized import Layout, QuantizedMatrix, Scheme, unpack
 
 _NAMES = {Layout.I8: "quantized_i8", Layout.I4: "quantized_i4"}
-_MIDDLE = {Layout.I8: 0, Layout.I4: 8}
-"""The code that stands for 0 without zero points."""
+_COLUMNS = {Layout.I8: 4, Layout.I4: 8}
+"""Columns whose codes share a word."""
+_SIGNS = 0x88 - 0x100
+"""Flips the highest bit of both codes of a byte, which lowers them by 8."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,11 +33,11 @@ class PackedMatrix:
     scheme: Scheme
     shape: tuple[int, int]
     codes: Tensor
-    """(P, K, WIDTH) int8, of I4 (P, K / 2, WIDTH) with two columns a byte."""
+    """(P, K / 4, WIDTH) int32, the signed codes of 4 columns a word; of I4 (P, K / 8, WIDTH), of 8."""
     scales: Tensor
     """(P, G, WIDTH) float32."""
     zeros: Tensor | None
-    """(P, G, WIDTH) float32; None if there are no zero points, and 8 stands for 0 in I4."""
+    """(P, G, WIDTH) float32, of I4 less 8; None if all are 0."""
 
     @classmethod
     def of(cls, matrix: QuantizedMatrix, dtype: torch.dtype) -> PackedMatrix | None:
@@ -44,13 +47,15 @@ class PackedMatrix:
         if not cpu or dtype != torch.float32 or scheme.layout not in _NAMES or unavailable_reason() is not None:
             return None
         start = scheme.start if matrix.scales.shape[1] > 1 else 0
-        if scheme.indexed or start or not rows * columns:
+        split = group < columns and group % _COLUMNS[scheme.layout]
+        if scheme.indexed or start or split or not rows * columns:
             return None
-        if scheme.layout is Layout.I4 and (columns % 2 or group % 2):
-            return None
-        zeros = None if matrix.zeros is None else _panels(matrix.zeros.float())
-        codes = _panels(matrix.codes.view(torch.int8))
-        return cls(scheme, (rows, columns), codes, _panels(matrix.scales.float()), zeros)
+        codes, zeros = matrix.codes.view(torch.int8), None if matrix.zeros is None else matrix.zeros.float()
+        if scheme.layout is Layout.I4:
+            codes, zeros = codes ^ _SIGNS, None if zeros is None else zeros - 8
+        words = F.pad(codes, (0, -codes.shape[1] % 4)).view(torch.int32)
+        scales = _panels(matrix.scales.float())
+        return cls(scheme, (rows, columns), _panels(words), scales, None if zeros is None else _panels(zeros))
 
     @property
     def group(self) -> int:
@@ -64,12 +69,14 @@ class PackedMatrix:
 
     def dequantize(self) -> Tensor:
         """Return the weights (N, K) in float32."""
-        codes, scales = (_rows(each, self.shape[0]) for each in (self.codes, self.scales))
-        layout = self.scheme.layout
-        values = unpack(codes if layout is Layout.I8 else codes.view(torch.uint8), layout)
-        group = torch.arange(self.shape[1]) // self.group
-        zeros = None if self.zeros is None else _rows(self.zeros, self.shape[0])[:, group]
-        return (values - (_MIDDLE[layout] if zeros is None else zeros)) * scales[:, group]
+        short, (rows, columns) = self.scheme.layout is Layout.I4, self.shape
+        codes = _rows(self.codes, rows).view(torch.int8)
+        codes = (codes ^ _SIGNS).view(torch.uint8) if short else codes
+        values = unpack(codes, self.scheme.layout)[:, :columns] - 8 * short
+        group = torch.arange(columns) // self.group
+        if self.zeros is not None:
+            values -= _rows(self.zeros, rows)[:, group]
+        return values * _rows(self.scales, rows)[:, group]
 
     def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """Return `x W^T + b` (T, N) for float32 x (T, K)."""
@@ -116,7 +123,7 @@ product = skip_dispatcher(
 def _panels(rows: Tensor) -> Tensor:
     """Return the panels (P, C, WIDTH) of a matrix (N, C), with zeros for the rows after the last."""
     width = _width()
-    padded = torch.nn.functional.pad(rows, (0, 0, 0, -len(rows) % width))
+    padded = F.pad(rows, (0, 0, 0, -len(rows) % width))
     return padded.view(-1, width, rows.shape[1]).transpose(1, 2).contiguous()
 
 
