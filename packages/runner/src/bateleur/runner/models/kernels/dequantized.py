@@ -62,7 +62,7 @@ def dense_kernel(
 
     Grid (tiles of rows x tiles of tokens): BAND tiles of rows for all tokens are consecutive, so that they stay in
     the L2 cache. Operands are read from shared memory, so products overlap, except where a part of PART columns ends.
-    Occupancy on sm_90: at least 1 blocks per SM.
+    Occupancy on sm_90: at least 1 block per SM.
     """
     tiles_n: tl.constexpr = (ROWS + BLOCK_N - 1) // BLOCK_N
     band = BAND * tl.cdiv(num_tokens, BLOCK_T)

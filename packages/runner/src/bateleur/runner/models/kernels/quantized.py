@@ -68,7 +68,7 @@ def linear_kernel(
     """Compute a tile of `x W^T + b` with dequantised W.
 
     Grid (tiles of rows of W, tiles of tokens, parts of columns). If APART, y (parts, T, N) float32 gets the sum of
-    each part, and `sum_kernel` adds them. Occupancy on sm_90: at least 1 blocks per SM.
+    each part, and `sum_kernel` adds them. Occupancy on sm_90: at least 1 block per SM.
     """
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     t = tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)
@@ -128,7 +128,7 @@ def grouped_kernel(
 ):  # fmt: skip
     """Compute a tile of the product of rows of x and the dequantised matrix of their expert.
 
-    Grid (tiles of rows of W, tiles of rows of x); see `kernels.grouped`. Occupancy on sm_90: at least 1 blocks per SM.
+    Grid (tiles of rows of W, tiles of rows of x); see `kernels.grouped`. Occupancy on sm_90: at least 1 block per SM.
     """
     expert, first_row, end = rows_of_tile(ends_ptr, tl.program_id(1), EXPERTS, BLOCK_T, BLOCK_E)
     if expert >= EXPERTS:
