@@ -118,14 +118,15 @@ def tile_options(
     float32 has no tensor cores of its precision, so its loop iterations are small. If a kernel ``converts`` keys of
     another dtype, fewer registers are left to fetch keys ahead: one pipeline stage less for head dimensions
     above 128, none in float32. The queries of 128 lines with head dimension 256 take 64 KiB, which is too much for a
-    device with ``shared_bytes`` below 112 KiB. With 200 KiB, 128 lines take twice as many keys in an iteration, which
-    rescales the sums of weighted values half as often.
+    device with ``shared_bytes`` below 112 KiB. With 200 KiB, 128 lines of head dimensions up to 128 take twice as many
+    keys in an iteration, which rescales the sums of weighted values half as often. Larger ones would spill registers.
     """
     block_d = max(16, power_of_two(head_dim))
     full = dtype == torch.float32
     most = 32 if full else 64 if head_dim > 128 and shared_bytes < 112 << 10 else 128
     block_m = min(max(16, power_of_two(tile_rows)), most)
-    keys = 16384 if block_m == 128 and not converts and shared_bytes >= 200 << 10 else 8192  # times block_d
+    wide = block_m == 128 and block_d <= 128 and not converts and shared_bytes >= 200 << 10
+    keys = 16384 if wide else 8192  # times block_d
     stages = 2 if full or (converts and block_d > 128) else 3
     return {
         "BLOCK_M": block_m,
