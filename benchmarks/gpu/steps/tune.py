@@ -210,10 +210,10 @@ TILES: dict[int, tuple[Options, ...]] = {
         {"BLOCK_N": 32},
     ),
     256: (
-        {"BLOCK_N": 32},
+        {"BLOCK_N": 64},
         {"num_stages": 2},
         {"num_stages": 4},
-        {"BLOCK_N": 32, "num_stages": 4},
+        {"BLOCK_N": 64, "num_stages": 2},
         {"BLOCK_M": 64, "num_warps": 8},
     ),
 }
