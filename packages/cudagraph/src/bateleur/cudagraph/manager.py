@@ -342,5 +342,5 @@ class CudaGraphManager(Generic[S, T]):
 
 
 def _check_externals(captured: _CapturedKey[S, T], staged: StagedBatch[S]) -> None:
-    """Check that no external memory of the graph was freed or moved."""
+    """Check that no tensor outside the graph's pool that the graph uses was freed or moved."""
     captured.graph.check_externals()

@@ -39,7 +39,7 @@ class LogNormalizer(NamedTuple):
         return LogNormalizer(self.best[row], self.log_mass[row])
 
     def log_probs(self, logits: Tensor) -> Tensor:
-        """Return the log-probabilities (N, n) of logits (N, n), such as n columns of the N rows."""
+        """Return the log-probabilities (N, n) of logits (N, n) taken from the N rows, such as n columns of them."""
         return logits.sub(self.best).sub_(self.log_mass)
 
 

@@ -48,7 +48,7 @@ class _SilentDrafter(Drafter):
 
     @property
     def needs(self) -> TargetNeeds:
-        """Return the needs of the user's drafter, so that the trial keeps the same hidden states for it."""
+        """Return the needs of the user's drafter, so that steps of the trial store the hidden states it would read."""
         return self._needs
 
     def admit(self, row: int, token_ids: list[int]) -> None:

@@ -313,9 +313,10 @@ class ModelSpec:
         return any(layer.rope is not None and layer.rope.beyond is not None for layer in self.attention)
 
     def rope_length(self, prompt_len: int) -> int:
-        """Return the prompt length that rotary frequencies are computed for; 0 up to the model's original length.
+        """Return a number that is equal for prompts with the same rotary frequencies.
 
-        Prompts with equal frequencies have the same value.
+        0 for prompts up to the model's original length. Longer ones: `prompt_len` if their frequencies depend on it
+        (dynamic scaling), else the original length + 1.
         """
         lengths = [0]
         for layer in self.attention:

@@ -128,8 +128,8 @@ def require_dense(dims: int, **tensors: Tensor) -> None:
 def precision(dtype: torch.dtype, *, state: bool = False) -> str:
     """Return `input_precision` of `tl.dot` for products of float32 with activations of ``dtype``.
 
-    bfloat16 and float16 are exact in TF32. The other operand is ``rounded`` to 11 bits, of which outputs keep 8 or 11.
-    Products that are added to a ``state`` use three TF32 products, with 22 bits.
+    TF32 has 11 bits, which hold bfloat16 and float16 exactly. A float32 operand must be ``rounded`` to them first.
+    Products that are added to a ``state`` keep 22 bits of it, by three TF32 products.
     """
     if dtype == torch.float32:
         return "ieee"
