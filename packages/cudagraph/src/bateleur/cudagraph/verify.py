@@ -76,7 +76,7 @@ RunSeed = Callable[[int], Mapping[str, Tensor]]
 
 
 def copy_tensors(output: object, extra_tensors: ExtraTensors[S], state: S) -> dict[str, Tensor]:
-    """Return copies of the tensors of a body's output and of the extra tensors, by name."""
+    """Return copies, by name, of the output tensors of a captured function and of `extra_tensors` (of `state`)."""
     extra = extra_tensors(state) if callable(extra_tensors) else extra_tensors
     return {name: tensor.clone() for name, tensor in (*named_tensors(output, "output"), *extra.items())}
 

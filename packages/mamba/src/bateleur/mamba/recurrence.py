@@ -224,7 +224,7 @@ class Recurrence(ABC):
 
     @property
     def request_conv_shape(self) -> tuple[int, int]:
-        """Shape of a running request's own conv window under FOLD: (taps - 1 + drafts, conv_dim)."""
+        """Shape of a request's conv window under FOLD, with drafts: (taps - 1 + drafts, conv_dim)."""
         return (self.conv_width - 1 + self.num_speculative_tokens, self.conv_dim)
 
     @property

@@ -100,7 +100,7 @@ class StatePool:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the states and rings of all layers, including the null slot and the null row."""
+        """Bytes of all layers: state slots and rings of speculative tokens, including slot 0 and row 0 of padding."""
         stacks = [*self._pages, *(rings.tensors() for rings in self._rings)]
         return sum(tensor.nbytes for stack in stacks for tensor in stack if tensor is not None)
 

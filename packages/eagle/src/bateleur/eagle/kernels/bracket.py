@@ -3,11 +3,12 @@ its tokens.
 
 Tokens are sampled evenly over the ids. The number or probability mass of all tokens below a sort key (see `sort_keys`)
 is estimated from the samples below it. A bracket extends 4 standard errors of that estimate to both sides, so it misses
-the threshold in 6 of 100,000 rows. It holds at most 4.5 % of the tokens, whatever their values are, and about 16
-samples under a small top_k. A bracket is only a hint: `truncation_thresholds` is exact with any bracket.
+the threshold in 6 of 100,000 rows. It holds at most 4.5 % of the tokens, whatever their values are. With a small top_k,
+these are the tokens of about 16 samples. A bracket is only a hint: `truncation_thresholds` is exact with any bracket.
 
 Parameters: floor and ceiling are the lowest and highest sort key that min_p keeps. room is the largest number of
-samples in a bracket. MASS weighs a token with its probability mass, else with 1. KIND: see `penalties_of`.
+samples in a bracket. MASS weighs a token with its probability mass, else with 1. KIND: which penalties
+apply, see `penalties_of`.
 
 Legend for shapes: S samples of a row, T tiles of a row.
 """

@@ -198,9 +198,9 @@ def _names_for_template(own: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _common(own: Mapping[str, Any], sampling: dict[str, Any], grammar: str = "structured_outputs") -> dict[str, Any]:
-    """Return the fields of `APIRequest`, from the body's fields `own` and its sampling parameters.
+    """Return the fields of `APIRequest`. own: fields of the body that are no sampling parameters.
 
-    grammar: body field that errors in `structured_outputs` are reported for, unless `response_format` is given.
+    grammar: body field that errors of the grammar name. With `response_format`, they name that field.
     """
     if (form := own.get("response_format")) is not None:
         if sampling.get("structured_outputs") is not None:
