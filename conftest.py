@@ -18,6 +18,14 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
+try:
+    from hypothesis import settings
+except ImportError:  # a machine with a GPU may lack it
+    pass
+else:  # a failure repeats, as with the seeds below
+    settings.register_profile("repeatable", derandomize=True)
+    settings.load_profile("repeatable")
+
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     """What compiled kernels take of a multiprocessor, as their tests recorded it: in the log of every run."""
