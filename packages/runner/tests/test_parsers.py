@@ -404,6 +404,17 @@ MAKE: dict[str, Callable[[], AnswerParser]] = {
 }
 
 
+@pytest.mark.parametrize("escape", [r"\ud83d", r"\ud83d" "\\", r"\ud83d\u12", r"\ud83d\ude00", r"\u12", "\\"])
+def test_an_escape_before_a_possible_tag_is_that_of_the_whole_text(escape: str) -> None:
+    """<tool_call> begins as an end tag of LFM2 does, and is none."""
+    text = f'<|tool_call_start|>[weather(city="Os{escape}<tool_call>")]'
+    whole = parse(parser(Lfm2), text)
+    assert parse(parser(Lfm2), *text) == whole
+    ((_, arguments),) = whole
+    assert json.loads(arguments)["city"].endswith("<tool_call>")
+    assert ("\ufffd" in arguments) == (escape.startswith(r"\ud83d") and "ude00" not in escape)
+
+
 @settings(max_examples=200, deadline=None)
 @given(pieces=st.lists(PIECES, max_size=14), data=st.data())
 def test_no_cut_changes_what_is_found(pieces: list[str], data: st.DataObject) -> None:

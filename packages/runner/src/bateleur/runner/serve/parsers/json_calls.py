@@ -30,12 +30,13 @@ _HIGH = f"[dD][89abAB]{_HEX}{_HEX}"
 _ESCAPE = "|".join(
     (
         r"\\[^u]",
-        rf"\\u{_HIGH}(?:\\u{_HEX}{{4}}|(?=[^\\]|\\[^u]))",
+        rf"\\u{_HIGH}(?:\\u{_HEX}{{4}}|(?=[^\\]|\\[^u]|\\u{_HEX}{{0,3}}[^0-9a-fA-F]))",
         rf"\\u(?!{_HIGH}){_HEX}{{4}}",
         rf"\\u(?={_HEX}{{0,3}}[^0-9a-fA-F])",
     )
 )
 """A complete escape sequence."""
+_HIGH_ESCAPE = re.compile(rf"\\u{_HIGH}")
 _IN_STRING = {quote: re.compile(rf"(?:[^{quote}\\]|{_ESCAPE})+", re.DOTALL) for quote in _QUOTES}
 _IN_STRING |= {
     quote * 3: re.compile(rf"(?:[^{quote}\\]|{_ESCAPE}|{quote}{{1,2}}(?=[^{quote}]))+", re.DOTALL) for quote in _QUOTES
@@ -254,8 +255,9 @@ def _read_string(source: Source, writer: ArgumentsWriter) -> IncrementalParse[bo
             writer.text(rest.removesuffix("\\"))
             writer.end_text()
             return True
-        elif 0 < start < len(source.text):
-            writer.text(source.take(1))
+        elif 0 < start < len(source.text):  # an escape that the tag cuts off
+            cut = _HIGH_ESCAPE.match(source.text, 0, start)
+            writer.text(unescaped(source.take(cut.end() if cut else 1)))
         else:
             yield
 
