@@ -4,8 +4,8 @@
 
 The checkpoints are Llamas with random weights and the sizes of SmolLM-135M and Llama-3.2-1B. int8 has a scale for each
 row, int4 for 128 or 64 columns; both also for `lm_head`. llama.cpp gets GGUF files of Q8_0 and Q4_0. Each engine runs
-in its own process, in interleaved rounds; a ratio is the median over rounds of the time of a step with bfloat16 weights
-and tokens divided by that of the engine.
+in its own process, in interleaved rounds; a ratio is the median over rounds of the step time with bfloat16 weights and
+tokens divided by the engine's step time.
 """
 
 from __future__ import annotations

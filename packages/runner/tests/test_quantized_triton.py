@@ -115,9 +115,10 @@ def test_both_conversions_of_e4m3_are_exact(monkeypatch: pytest.MonkeyPatch) -> 
 @interpreted
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_parts_of_columns_are_summed_in_their_order(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the tile, and whether a kernel of its own does it, the program of a tile, or that of dequantised
-    weights. Sums of a part are exact here, since the interpreter's own depend on the tile; the first and the third
-    part cancel, and what they leave of the second depends on the order.
+    """Every kernel adds the parts in one order: `sum_kernel`, one program for all parts, and `dense_kernel`.
+
+    Sums of a part are exact here, because sums in the interpreter depend on the tile. The first and the third part
+    cancel, and the rest of the second depends on the order.
     """
     monkeypatch.setattr(kernels, "_PART", 128)
     monkeypatch.setattr(kernels, "_FEW", 2)

@@ -145,8 +145,8 @@ class DraftPasses:
     def _draw(self, execution: Execution[DraftState], h_nH: Tensor) -> Tensor:
         """Sample drafts with the noise of the acceptance rule, and keep the logits if the rule needs them.
 
-        Returns (n,) int64 target ids, -1 for none. Under COUPLED the noise is that of the target for the same request
-        and position.
+        Returns (n,) int64 target ids, -1 for none. Under COUPLED, the target samples with the same noise at the
+        same request and position.
         """
         logits_nV, eager = self._head.logits(h_nH), execution.key is None
         if eager and execution.state.greedy:

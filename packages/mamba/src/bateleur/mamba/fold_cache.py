@@ -87,7 +87,7 @@ class FoldCache:
             rows: row of each of the R requests in the cache, all different.
             computed: (R,) int64 tokens before the step, without rejected tokens.
             query_lens: R token counts of the step, at least 1 each.
-            num_decodes: number of leading decode rows, with 1 to 1 + K tokens (K drafts, of which a suffix may be
+            num_decodes: number of leading decode rows, with 1 to 1 + K tokens (K drafts, whose last ones may be
                 rejected). The other rows are prefills of any length.
 
         Raises:

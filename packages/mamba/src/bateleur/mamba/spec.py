@@ -98,14 +98,14 @@ class CacheLayout:
 
     @property
     def num_speculative_blocks(self) -> int:
-        """Number of columns that a step may write after that of its last token: one per draft, 0 under FOLD."""
+        """Number of columns that a step may write after its last token's column: one per draft, 0 under FOLD."""
         return self.num_speculative_tokens if self.policy is StatePolicy.SLOTS else 0
 
     def slots_per_request(self) -> int:
         """Return the maximum number of slots that a running request holds and does not share.
 
         These are the state slot that it reads and the slots that a step may write: 2 + K (drafts) under SLOTS, 2 under
-        FOLD, plus `steps_ahead`. In mode NONE the slot that it reads is one of those that it writes. State slots in the
+        FOLD, plus `steps_ahead`. In mode NONE a step also writes the slot that it reads. State slots in the
         prefix cache, or that a prefill fills for it, are not counted.
         """
         if self.mode is MambaCacheMode.NONE:

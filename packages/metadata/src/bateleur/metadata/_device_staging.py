@@ -179,7 +179,7 @@ class BlockTableMirror:
         self.forget_batch()
 
     def forget_batch(self) -> None:
-        """Treat the batch as empty, because a step uploaded block tables and did not say of which requests."""
+        """Treat the batch as empty, because a step uploaded block tables without naming their requests."""
         self.batch_row_of: IntArray = np.full(self.num_rows, -1, np.int64)
         self._rows: IntArray = self.batch_row_of[:0]
         self._rows_bytes = b""

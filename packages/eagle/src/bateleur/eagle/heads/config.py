@@ -110,7 +110,7 @@ def _require_targets(fields: Fields, name: str, expected: int) -> None:
 def _window(layer: Fields) -> int | None:
     """Return the sliding window of the first layer; None without one, such as if `layer_types` names no sliding layer.
 
-    Without `layer_types`, a Mistral layer has the window `sliding_window`, by default that of transformers; another
+    Without `layer_types`, a Mistral layer has the window `sliding_window`, by default transformers' default. Another
     layer has it only if `use_sliding_window` is true.
     """
     types = layer.choices("layer_types", ("full_attention", "sliding_attention"))

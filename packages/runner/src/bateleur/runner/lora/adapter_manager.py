@@ -200,7 +200,7 @@ class AdapterManager:
         self._loaded = {name: each for name, each in self._loaded.items() if each.slot or each.num_requests}
 
     def _place(self, name: str) -> bool:
-        """Fill a free slot, or that of an idle adapter, with an adapter. Returns False if there is no such slot."""
+        """Load an adapter into a free slot or an idle adapter's slot. Returns False if there is no such slot."""
         every = self._loaded.values()
         free = set(range(1, self.pool.num_slots + 1)) - {each.slot for each in every}
         idle = [each for each in every if each.slot and not each.num_holders]

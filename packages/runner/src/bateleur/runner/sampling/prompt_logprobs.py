@@ -52,7 +52,7 @@ class PromptLogprobs:
     def score(self, batch: StepBatch, hidden_TM: Tensor) -> PendingPromptLogprobs | None:
         """Compute log probabilities of the prompt tokens after the tokens of this step; None if no request needs any.
 
-        A request that is recomputed gets only those that it has not got before.
+        A request that is recomputed gets only the ones that it has not got before.
         """
         asked = [i for i in range(batch.num_decodes, len(batch.rows)) if batch.requests[i].lacks_prompt_logprobs]
         if not asked:

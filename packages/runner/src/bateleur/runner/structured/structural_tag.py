@@ -233,7 +233,7 @@ class _Compiler:
     ) -> str:
         """Return the expression of free text in which each trigger starts a call.
 
-        calls: rules for what follows a trigger, by trigger. ends: texts of which one ends the text, if any are given.
+        calls: rules for what follows a trigger, by trigger. ends: if given, one of these texts ends the text.
         excludes: tags that the text does not have.
         after: expression that follows a call, instead of more text. last: whether the text ends with a call.
         """

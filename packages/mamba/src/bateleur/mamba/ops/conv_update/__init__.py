@@ -32,7 +32,7 @@ def causal_conv1d_update(
     write: Tensor,
     activation: str,
 ) -> Tensor:
-    """Depthwise causal convolution (W taps) of 1 to 1 + K tokens per row (request), of which K drafts may be rejected.
+    """Depthwise causal convolution (W taps) of 1 to 1 + K tokens per row (request); up to K drafts may be rejected.
 
     Row r starts from the window conv_state[read[r], offset[r] : offset[r] + W - 1]. A row of q tokens writes this
     window and its tokens, without the oldest entry, to conv_state[write[r], : W - 2 + q]. Later entries of the slot are

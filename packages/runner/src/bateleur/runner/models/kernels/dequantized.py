@@ -1,7 +1,7 @@
 """Products of many tokens with quantised matrices: Triton kernels that dequantise a matrix once, then multiply.
 
 `kernels.quantized` dequantises a tile of W again for every tile of tokens, which takes longer than the product itself
-for a prompt. Sums are added in the order of that module, so a token gets the same bits from both. Legend: see there.
+for a prompt. Sums are added in the order of that module. Legend: see there.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls

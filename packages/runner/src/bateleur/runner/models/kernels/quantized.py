@@ -3,7 +3,7 @@
 A product is computed as W x^T: rows of W fill the 64 rows of a tensor core instruction even for one token. The
 columns of W are cut into parts, whose sizes depend on W alone. The sums of parts are added in order: by `sum_kernel`
 for few tokens, in one program for many, and by `kernels.dequantized` for many in half precision. So the bits of a token
-do not depend on other tokens.
+do not depend on other tokens; on a GPU, the check "bits" of `benchmarks.gpu kernels:quantized` compares them.
 Legend: T tokens of a tile, N rows of W, K columns, G groups of columns with one scale each, E groups of rows of x.
 """
 

@@ -255,9 +255,8 @@ def _read_string(source: Source, writer: ArgumentsWriter) -> IncrementalParse[bo
             writer.text(rest.removesuffix("\\"))
             writer.end_text()
             return True
-        elif 0 < start < len(source.text):  # an escape that the tag cuts off
-            cut = _HIGH_ESCAPE.match(source.text, 0, start)
-            writer.text(unescaped(source.take(cut.end() if cut else 1)))
+        elif 0 < start < len(source.text):  # a tag may follow an escape, such as \ud83d
+            writer.text(unescaped(source.take(6 if _HIGH_ESCAPE.match(source.text, 0, start) else 1)))
         else:
             yield
 
