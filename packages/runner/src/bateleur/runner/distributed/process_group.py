@@ -64,7 +64,8 @@ class ProcessGroup:
             self._group.abort()
 
     def close(self) -> None:
-        """Destroy the group. No rank may be in a collective."""
+        """Destroy the group and end its threads. No rank may be in a collective."""
         _c10d._unregister_process_group(self.ranks.group)
         with use_device(self._device):
             self._group.shutdown()
+            del self._group  # a thread of gloo that frees a tensor while the interpreter ends would abort the process
