@@ -88,7 +88,7 @@ def prefixes(key: str) -> Callable[[Any], Figures]:
 
 def sampling(found: Any) -> Figures:
     """Time of the slowest truncation at each size, as a multiple of an argmax."""
-    rows = [row for row in found["rows"] if row["law"] != "argmax"]
+    rows = [row for row in found["rows"] if row["rule"] != "argmax"]
     for vocabulary in sorted({row["vocabulary"] for row in rows}):
         for count in sorted({row["rows"] for row in rows}):
             of = [row for row in rows if (row["vocabulary"], row["rows"]) == (vocabulary, count)]
