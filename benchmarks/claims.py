@@ -2,7 +2,7 @@
 
     uv run python benchmarks/claims.py OUT --vllm VENV/bin/python --llama-cpp VENV/bin/python
 
-Takes 15 minutes on an otherwise idle machine. Parts whose peer is not given are reported as not measured. JSON and logs
+Takes 25 minutes on an otherwise idle machine. Parts whose peer is not given are reported as not measured. JSON and logs
 of the parts are in OUT, the verdicts in OUT/claims-cpu.json. The exit status is the number of figures out of bounds
 plus the claims that were not measured. `--judge` only evaluates the results in OUT.
 """
@@ -88,7 +88,7 @@ def prefixes(key: str) -> Callable[[Any], Figures]:
 
 def sampling(found: Any) -> Figures:
     """Time of the slowest truncation at each size, as a multiple of an argmax."""
-    rows = [row for row in found["rows"] if row["rule"] != "argmax"]
+    rows = [row for row in found["rows"] if row["law"] != "argmax"]
     for vocabulary in sorted({row["vocabulary"] for row in rows}):
         for count in sorted({row["rows"] for row in rows}):
             of = [row for row in rows if (row["vocabulary"], row["rows"]) == (vocabulary, count)]

@@ -112,7 +112,7 @@ def measure(kind: str, dtype: str, num_rows: int, size: int, options: argparse.N
     keys = ("temperature", "min_p", "top_k", "top_p")
     return [
         point
-        | {"metadata": name}
+        | {"law": name}
         | dict(zip(keys, SAMPLINGS.get(name.removesuffix(" (whole)"), (0.0, 0.0, 0, 1.0)), strict=True))
         | {"us": us[name], "argmax_us": us["argmax"], "ratio": us[name] / us["argmax"]}
         for name in calls

@@ -108,3 +108,12 @@ def test_it_follows_a_machine_that_changes() -> None:
         run(policy, machine, 2 * adaptive.LONGEST_WAIT)
         loss, _ = run(policy, machine, 2000)
         assert loss < 1.1
+
+
+def test_a_new_batch_size_starts_with_the_choice_of_the_nearest() -> None:
+    policy = AdaptiveDrafts(K)
+    run(policy, Machine(1e-3, 9e-3, 0.2, 16, np.random.default_rng(0)), 200)
+    assert not policy._choice(16, False).drafts
+    near = Machine(1e-3, 9e-3, 0.2, 5, np.random.default_rng(0))
+    assert not policy.lengths(rows_of(near)).any()
+    assert policy._choice(5, True).drafts, "greedy batches are measured apart"

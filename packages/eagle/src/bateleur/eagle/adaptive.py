@@ -13,10 +13,11 @@ SETTLE_STEPS = 8
 TRIAL_STEPS = 16
 """Measured steps of a trial."""
 EARLY_STEPS, EARLY_RATIO = 4, 1.25
-"""A trial ends after so many measured steps if its time per token is at least this multiple of the current one."""
-FIRST_WAIT, LONGEST_WAIT = 32, 2048
-"""Steps before the first trial and between trials: the wait doubles each time the current choice wins, and
-grows fourfold if the other one is slower by `EARLY_RATIO`."""
+"""A trial ends after so many measured steps if one choice takes at least this multiple of the other's time per token.
+"""
+FIRST_WAIT, CLEAR_WAIT, LONGEST_WAIT = 8, 128, 2048
+"""Measured steps before the first trial, after a change by `EARLY_RATIO`, and at most between trials. The wait doubles
+each time the current choice wins, and grows fourfold if the other one is slower by `EARLY_RATIO`."""
 MARGIN = 0.05
 """By how much faster the other choice must be to replace the current one."""
 OUTLIER = 3.0
@@ -66,13 +67,13 @@ class _Choice:
         if len(trial.latest) < EARLY_STEPS:
             return
         ratio = trial.seconds_per_token() / self.current.seconds_per_token()
-        if len(trial.latest) < TRIAL_STEPS and ratio < EARLY_RATIO:
+        if len(trial.latest) < TRIAL_STEPS and 1 / EARLY_RATIO < ratio < EARLY_RATIO:
             return
+        clear = ratio >= EARLY_RATIO or ratio <= 1 / EARLY_RATIO
         if ratio < 1 - MARGIN:
-            self.drafts, self.wait = not self.drafts, FIRST_WAIT
+            self.drafts, self.wait = not self.drafts, CLEAR_WAIT if clear else FIRST_WAIT
         else:
-            factor = 4 if ratio >= EARLY_RATIO else 2
-            self.wait = min(factor * self.wait, LONGEST_WAIT)
+            self.wait = min((4 if clear else 2) * self.wait, LONGEST_WAIT)
         self.current, self.trial = _Phase(), None
 
 
@@ -80,9 +81,10 @@ class AdaptiveDrafts:
     """Draft policy: `num_drafts` drafts for every request, or none, whichever took less time per token at this batch
     size.
 
-    Batch sizes are grouped by powers of two, greedy batches separately from sampled ones. The other choice is tried
-    now and then. A trial takes at most 24 steps. The wait between trials grows from 32 to 2,048 steps while the
-    current choice wins. Only the latest steps are measured, so a wrong choice lasts until the next trial.
+    Batch sizes are grouped by powers of two, greedy batches separately from sampled ones. A new group starts with the
+    choice of the nearest one. The other choice is tried now and then. A trial takes at most 24 steps. The wait between
+    trials grows from 8 to 2,048 steps while the current choice wins. Only the latest steps are measured, so a wrong
+    choice lasts until the next trial.
     """
 
     reads_acceptance = False
@@ -115,4 +117,10 @@ class AdaptiveDrafts:
         choice.observe(step.seconds, step.num_tokens)
 
     def _choice(self, num_rows: int, greedy: bool) -> _Choice:
-        return self._choices.setdefault((max(num_rows - 1, 0).bit_length(), greedy), _Choice())
+        size = max(num_rows - 1, 0).bit_length()
+        if (size, greedy) not in self._choices:
+            known = [other for other, kind in self._choices if kind == greedy]
+            nearest = min(known, key=lambda other: abs(other - size), default=None)
+            drafts = nearest is None or self._choices[nearest, greedy].drafts
+            self._choices[size, greedy] = _Choice(drafts)
+        return self._choices[size, greedy]
