@@ -13,7 +13,7 @@ import pytest
 from bateleur.runner import LLM, RequestOutput
 from bateleur.runner.outputs import CompletionOutput
 from bateleur.runner.serve.openai.requests import chat_request
-from bateleur.runner.serve.parsers.chat_format import ChatFormat, PreparedChat, prepare_chat
+from bateleur.runner.serve.parsers.chat_format import ChatFormat, PreparedChat
 from bateleur.runner.serve.parsers.events import Arguments, Content, End, Reasoning, ToolCall, merged
 from bateleur.runner.serve.parsers.options import ParserOptions
 from scripted_model import EOS, TAGS, write_scripted_model
@@ -77,7 +77,7 @@ def asked(llm: LLM, name: str, parser: str = "hermes", **body: Any) -> tuple[Pre
     request = chat_request({"messages": [message], "temperature": 1, "seed": 7, **reasons, **body}, {})
     (prompt,) = request.prompts_for(llm.tokenizer)
     options = ParserOptions(tool_call_parser=parser, reasoning_parser="think")
-    turn = prepare_chat(ChatFormat(options, llm.tokenizer), request, prompt)
+    turn = ChatFormat(options, llm.tokenizer).prepare(request, prompt)
     return turn, list(prompt["prompt_token_ids"])
 
 

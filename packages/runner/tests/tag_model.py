@@ -13,15 +13,13 @@ from bateleur.runner.serve.openai.tools import Tools
 from bateleur.runner.serve.parsers.answer import AnswerParser
 from bateleur.runner.serve.parsers.events import Arguments, Content, Event, Reasoning, ToolCall, merged
 from bateleur.runner.serve.parsers.options import TOOL_PARSERS
-from bateleur.runner.serve.parsers.reasoning import Think
+from bateleur.runner.serve.parsers.reasoning import THINK, THINK_END
 from bateleur.runner.serve.parsers.source import TagTable
 from bateleur.runner.text.detokenizer import IncrementalDetokenizer
 from bateleur.runner.text.tokenizer import tag_tokens
 
 EOS = "<|im_end|>"
-TAGS = sorted(
-    {Think.BEGIN, Think.END, *(tag for each in TOOL_PARSERS.values() for tag in each.tags())} - {"<function="}
-)
+TAGS = sorted({THINK, THINK_END, *(tag for each in TOOL_PARSERS.values() for tag in each.tags())} - {"<function="})
 KINDS = ("special", "added", "text")
 
 
@@ -57,14 +55,14 @@ class TagModel:
         tools: Tools,
         tokens: Sequence[int],
         *,
-        think: Think | None = None,
+        opened: bool | None = None,
         cut: bool = False,
         each: bool = False,
     ) -> list[Any]:
         """Reasoning in sets, content, and calls as pairs. each: report every token by itself."""
         tags = {token: text for text, token in self.ids.items() if text in TAGS}
         table = TagTable(tags)
-        reader = AnswerParser(reasoning=think, calls=TOOL_PARSERS[name](tools, None, table), table=table)
+        reader = AnswerParser(opened=opened, calls=TOOL_PARSERS[name](tools, None, table), table=table)
         detokenizer = IncrementalDetokenizer(self.tokenizer, tags=tags)
         events: list[Event] = []
         told = known = 0

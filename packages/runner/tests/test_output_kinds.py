@@ -62,13 +62,10 @@ def test_a_delta_costs_what_is_new(drafting: LLM) -> None:
     drafting.add_request(PROMPT, DELTA, stream=True)
     drafting.step()
     (group,) = drafting.engine.requests.values()
-    (request,) = group.members
-    assert request.output.detokenizer is not None
     while drafting.has_unfinished_requests:
         (output,) = drafting.step()
         assert len(output.outputs[0].token_ids) <= 4
         assert output.prompt_token_ids is group.prompt_token_ids
-        assert len(request.output.detokenizer._pieces) > 1 or output.finished
 
 
 def test_final_only_is_one_report_and_cumulative_grows(drafting: LLM, whole: RequestOutput) -> None:

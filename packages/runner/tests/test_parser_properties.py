@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from tag_model import KINDS, TAGS, TagModel
 
 from bateleur.runner.serve.parsers.options import TOOL_PARSERS
-from bateleur.runner.serve.parsers.reasoning import Think
 
 FIELDS = {
     "city": {"type": "string"},
@@ -232,7 +231,7 @@ def test_a_call_behind_or_within_reasoning(
     made = model(kind)
     begin = made.encode("" if opened else "<think>\n") + made.encode("I think.\n")
     tokens = begin + made.encode("</think>\n\n" if closed else "") + call
-    found = made.reads(name, TOOLS, tokens, think=Think(opened=opened), each=True)
+    found = made.reads(name, TOOLS, tokens, opened=opened, each=True)
     if kind == "text" or (name == "llama3_json" and not closed):
         return
     (reasoning, (called, arguments)) = found

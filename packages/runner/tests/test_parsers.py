@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from bateleur.runner.outputs import CompletionOutput, TextTag
 from bateleur.runner.sampling_params import SamplingParams
+from bateleur.runner.serve.openai.requests import ChatRequest
 from bateleur.runner.serve.openai.tools import NamedTool
 from bateleur.runner.serve.parsers.answer import AnswerParser
 from bateleur.runner.serve.parsers.chat_format import ChatFormat
@@ -33,7 +34,6 @@ from bateleur.runner.serve.parsers.json_calls import ListedCalls, Llama3Json, Na
 from bateleur.runner.serve.parsers.kimi_k2 import KimiK2
 from bateleur.runner.serve.parsers.options import ParserOptions, reasoning_parser_of, tool_parser_of
 from bateleur.runner.serve.parsers.pythonic import Lfm2, Olmo3
-from bateleur.runner.serve.parsers.reasoning import Think
 from bateleur.runner.serve.parsers.source import TagTable
 from bateleur.runner.serve.parsers.tool_format import ToolFormat
 from bateleur.runner.serve.parsers.values import as_json, literal_as_json, types_of
@@ -67,10 +67,10 @@ FORMATS: dict[str, type[ToolFormat]] = {
 
 
 def parser(
-    kind: type[ToolFormat] | None = None, *, think: Think | None = None, max_calls: int | None = None
+    kind: type[ToolFormat] | None = None, *, opened: bool | None = None, max_calls: int | None = None
 ) -> AnswerParser:
     calls = None if kind is None else kind(TOOLS, max_calls)
-    return AnswerParser(reasoning=think, calls=calls, make_id=lambda: "id")
+    return AnswerParser(opened=opened, calls=calls, make_id=lambda: "id")
 
 
 def message_of(reader: AnswerParser, text: str) -> dict[str, Any]:
@@ -334,19 +334,19 @@ def test_kimi_names_its_calls() -> None:
     ],
 )
 def test_reasoning(opened: bool, text: str, found: list[Any]) -> None:
-    check(None, text, found, think=Think(opened=opened))
+    check(None, text, found, opened=opened)
 
 
 @pytest.mark.parametrize("opened", [True, False])
 @pytest.mark.parametrize("call", [CALL, coder("we", a="1")])
 def test_a_call_ends_reasoning_that_is_still_open(opened: bool, call: str) -> None:
-    begin, think = "" if opened else "<think>\n", Think(opened=opened)
+    begin = "" if opened else "<think>\n"
     arguments = '{"a": 1}' if call is CALL else '{"a": "1"}'
-    check(Qwen3Coder, f"{begin}I write.\n\n{call}", [{"I write."}, ["we", arguments]], think=think)
-    check(Qwen3Coder, f"{begin}{call}\n{call}", [["we", arguments]] * 2, think=think)
+    check(Qwen3Coder, f"{begin}I write.\n\n{call}", [{"I write."}, ["we", arguments]], opened=opened)
+    check(Qwen3Coder, f"{begin}{call}\n{call}", [["we", arguments]] * 2, opened=opened)
     drafted = f"I may write {call}, or not."
-    check(Qwen3Coder, f"{begin}{drafted}</think>Hi", [{drafted}, "Hi"], think=think)
-    check(Qwen3Coder, f"{begin}Hm. <tool_call> no", [{"Hm. <tool_call> no"}], think=think)
+    check(Qwen3Coder, f"{begin}{drafted}</think>Hi", [{drafted}, "Hi"], opened=opened)
+    check(Qwen3Coder, f"{begin}Hm. <tool_call> no", [{"Hm. <tool_call> no"}], opened=opened)
 
 
 # --- tags that are tokens -----------------------------------------------------------------------------------------
@@ -368,7 +368,7 @@ def tokens(*parts: str | int, hidden: Sequence[int] = ()) -> tuple[str, list[Tex
 @pytest.mark.parametrize("hidden", [(), (1, 2, 3, 4)])
 def test_only_the_token_of_a_tag_is_the_tag(hidden: tuple[int, ...]) -> None:
     def found(*parts: str | int, opened: bool = False) -> list[Any]:
-        reader = AnswerParser(reasoning=Think(opened=opened), calls=Hermes(TOOLS, table=table), table=table)
+        reader = AnswerParser(opened=opened, calls=Hermes(TOOLS, table=table), table=table)
         text, tags = tokens(*parts, hidden=hidden)
         events = reader.feed(text, tags)
         return [
@@ -399,8 +399,8 @@ PIECES = st.sampled_from(
 )
 MAKE: dict[str, Callable[[], AnswerParser]] = {
     **{name: lambda kind=kind: parser(kind) for name, kind in FORMATS.items()},  # type: ignore[misc]
-    "thinking": lambda: parser(Qwen3Coder, think=Think()),
-    "opened": lambda: parser(Hermes, think=Think(opened=True), max_calls=1),
+    "thinking": lambda: parser(Qwen3Coder, opened=False),
+    "opened": lambda: parser(Hermes, opened=True, max_calls=1),
 }
 
 
@@ -653,7 +653,7 @@ def test_a_call_that_is_cut_has_the_arguments_so_far(name: str, text: str, argum
 
 def test_message_deltas() -> None:
     ids = count()
-    answer = AnswerParser(reasoning=Think(), calls=Hermes(TOOLS), make_id=lambda: f"call_{next(ids)}")
+    answer = AnswerParser(opened=False, calls=Hermes(TOOLS), make_id=lambda: f"call_{next(ids)}")
     text = '<think>a b</think>Hi <tool_call>{"name": "we", "arguments": {"a": 1}}</tool_call>'
     text += '<tool_call>{"name": "we"}</tool_call>'
     pieces = [*map(answer.feed, text), answer.finish()]
@@ -666,7 +666,7 @@ def test_message_deltas() -> None:
     assert [call["id"] for call in calls if "id" in call] == ["call_0", "call_1"]
     arguments = ["".join(c["function"]["arguments"] for c in calls if c["index"] == i) for i in (0, 1)]
     assert arguments == ['{"a": 1}', "{}"]
-    whole = message_of(AnswerParser(reasoning=Think(), calls=Hermes(TOOLS), make_id=lambda: "x"), text)
+    whole = message_of(AnswerParser(opened=False, calls=Hermes(TOOLS), make_id=lambda: "x"), text)
     assert whole["content"] == "Hi"
     assert whole["reasoning_content"] == "a b"
     assert [each["function"]["arguments"] for each in whole["tool_calls"]] == arguments
@@ -761,19 +761,23 @@ def test_an_option_can_be_said() -> None:
     with pytest.raises(ValueError, match="tool_call_parser is 'x'; it must be one of auto, none, granite, hermes"):
         ParserOptions(tool_call_parser="x")
     with pytest.raises(ValueError, match=r"tool_choice is 'auto'; .* unless --tool-call-parser is given"):
-        ChatFormat(ParserOptions(), NoTokenizer()).prepare(SamplingParams(), PROMPT, tools=TOOLS, tool_choice="auto")
+        ChatFormat(ParserOptions(), NoTokenizer()).prepare(chat(tools=TOOLS, tool_choice="auto"), PROMPT)
     off = ParserOptions(tool_call_parser="hermes", enable_auto_tool_choice=False)
     with pytest.raises(ValueError, match=r"tool_choice is 'auto'; .* unless --enable-auto-tool-choice is given"):
-        ChatFormat(off, NoTokenizer()).prepare(SamplingParams(), PROMPT, tools=TOOLS, tool_choice="auto")
+        ChatFormat(off, NoTokenizer()).prepare(chat(tools=TOOLS, tool_choice="auto"), PROMPT)
 
 
 PROMPT = ChatPrompt(prompt="Hi", prompt_token_ids=[1])
 
 
+def chat(**more: Any) -> ChatRequest:
+    return ChatRequest(params=SamplingParams(), messages=(), **more)
+
+
 def test_a_turn_reads_what_its_request_may_contain() -> None:
     def read(text: str, prompt: str = "Hi", **more: Any) -> list[Any]:
         given = ChatPrompt(prompt=prompt, prompt_token_ids=[1])
-        turn = chat_format.prepare(SamplingParams(), given, **more)
+        turn = chat_format.prepare(chat(**more), given)
         assert turn.params.return_tags
         done = CompletionOutput(0, text, [1], None, None, "stop", None)
         return [getattr(each, "text", getattr(each, "finish_reason", each)) for each in turn.reader().read(done)]

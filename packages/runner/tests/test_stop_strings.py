@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from bateleur.runner import LLM, SamplingParams
-from bateleur.runner.text.stop_strings import StopStrings
+from bateleur.runner.text.detokenizer import IncrementalDetokenizer
 
 PROMPT = "import os\nimport sys\n\n\ndef main("
 GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 24, "ignore_eos": True}
@@ -22,41 +22,37 @@ def could_begin(text: str, stops: list[str]) -> int:
     return max(size for stop in stops for size in range(len(stop)) if text.endswith(stop[:size]))
 
 
+class Parts:
+    """Tokens are positions in a list of texts."""
+
+    def __init__(self, parts: list[str]) -> None:
+        self.parts = parts
+
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool = False) -> str:
+        return "".join(self.parts[i] for i in token_ids)
+
+
 @pytest.mark.parametrize("letters", ["ab", "a\U0001f600\u00e9"])
 def test_it_finds_what_a_naive_search_finds(letters: str) -> None:
     rng = random.Random(5)
     hits = 0
     for _ in range(1500):
         stops = ["".join(rng.choices(letters, k=rng.randint(1, 6))) for _ in range(rng.randint(1, 5))]
-        text = "".join(rng.choices(letters, k=rng.randint(0, 14)))
-        search, state, at, found = StopStrings(stops), 0, 0, None
-        while at < len(text) and found is None:
-            part = text[at : at + rng.randint(1, 4)]
-            state, count, found = search.read(state, part)
-            at += count
-            if found is None:
-                assert search.num_open(state) == could_begin(text[:at], stops)
-        assert (None if found is None else (at, found)) == first(text, stops)
-        hits += found is not None
-        passed = search.pass_by(0, text)
-        assert search.num_open(passed) == could_begin(text, stops)
+        parts = ["".join(rng.choices(letters, k=rng.randint(1, 4))) for _ in range(rng.randint(0, 7))]
+        tokenizer: Any = Parts(parts)
+        found = IncrementalDetokenizer(tokenizer, stop=stops)
+        early = IncrementalDetokenizer(tokenizer, stop=stops, min_tokens=8)
+        for i in range(len(parts)):
+            text = "".join(parts[: i + 1])
+            early.push(i)
+            assert early.text == text[: len(text) - could_begin(text, stops)]
+            if found.stopped is None:
+                found.push(i)
+                end, stop = first(text, stops) or (0, None)
+                assert found.stopped == stop
+                assert found.text == (early.text if stop is None else text[: end - len(stop)])
+        hits += found.stopped is not None
     assert 200 < hits < 1490
-
-
-def test_time_is_that_of_the_text_however_many_and_long_they_are() -> None:
-    """Counts lookups per character instead of time."""
-    for stops in (["a" * 4095 + "b"], [f"{i:04}" for i in range(1000)], ["ab" * 2000]):
-        search, lookups = StopStrings(stops), 0
-
-        class Counting(dict[int, int]):
-            def get(self, key: int, default: Any = None) -> Any:
-                nonlocal lookups
-                lookups += 1
-                return super().get(key, default)
-
-        search._next = Counting(search._next)
-        search.pass_by(0, "a" * 6000 + "0123" * 500 + "ab" * 3000)
-        assert lookups <= 2 * 14_000 + len(stops[0])
 
 
 def test_stops_beyond_the_bound_are_refused() -> None:

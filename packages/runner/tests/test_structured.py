@@ -20,8 +20,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from bateleur.runner.assets import shipped_model
 from bateleur.runner.structured import grammar as grammar_module
 from bateleur.runner.structured import trial
-from bateleur.runner.structured.grammar import CompiledGrammar, Grammars, token_bytes
-from bateleur.runner.structured.matcher import Matcher, fill
+from bateleur.runner.structured.grammar import Grammars, token_bytes
+from bateleur.runner.structured.matcher import CompiledGrammar, Matcher, fill
 from bateleur.runner.structured_outputs import MAX_BYTES, StructuredOutputsParams
 from bateleur.runner.text.tokenizer import NoTokenizer
 
@@ -383,11 +383,11 @@ def test_what_was_compiled_is_kept_as_long_as_it_is_used(grammars: Grammars, mon
 
     monkeypatch.setattr(grammar_module, "CompiledGrammar", Counted)
     monkeypatch.setattr(grammar_module, "_CACHE_SIZE", 2)
-    monkeypatch.setattr(grammars, "_cache", type(grammars._cache)())
+    fresh = Grammars(grammars._tokenizer, VOCAB, (EOS,))
     for letter in "aababcabc":
-        grammars.matcher(StructuredOutputsParams(choice=[letter * 3]), {EOS})
+        fresh.matcher(StructuredOutputsParams(choice=[letter * 3]), {EOS})
     assert len(compiled) == 2 + 1 + 3, "a, b; c for a; then each for the one that was not used for the longest"
-    assert len(grammars._cache) == 2
+    assert fresh._compiled.cache_info().currsize == 2
 
 
 # --- parameters -------------------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from bateleur.runner.utils.arguments import Check, Several, flag, listed, maybe, refuse, shown, text
+from bateleur.runner.utils.arguments import Check, Several, flag, listed, mapping, maybe, refuse, shown, text
 from bateleur.runner.utils.options import Checked, option
 from bateleur.runner.utils.vllm_names import STRUCTURED, drop_unsupported
 
@@ -24,29 +24,27 @@ def _bounded(name: str, value: Any) -> str:
     return str(value)
 
 
-def _schema(name: str, value: Any) -> str:
-    """Return a JSON schema as canonical text."""
-    return _json_object(name, value, "a JSON schema: an object, or JSON text of one")
+def _json_object(kind: str) -> Check:
+    """Return a check of an object, or of JSON text of one, that returns it as canonical text."""
+    rule = f"{kind}: an object, or JSON text of one"
 
+    def check(name: str, value: Any) -> str:
+        try:
+            known = (
+                json_text.loads(_bounded(name, value), parse_constant=_no_number) if isinstance(value, str) else value
+            )
+            if not isinstance(known, Mapping):
+                refuse(name, value, rule)
+            written = json_text.dumps(dict(known), allow_nan=False, ensure_ascii=False)
+        except (TypeError, json_text.JSONDecodeError, RecursionError) as error:
+            raise ValueError(f"{name} is {shown(value)}; it must be {rule}") from error
+        except ValueError as error:
+            if str(error).startswith(name):
+                raise
+            raise ValueError(f"{name} is {shown(value)}; it must be {rule}: {error}") from error
+        return _bounded(name, written)
 
-def _structural_tag(name: str, value: Any) -> str:
-    """Return a structural tag as canonical text."""
-    return _json_object(name, value, "a structural tag: an object, or JSON text of one")
-
-
-def _json_object(name: str, value: Any, rule: str) -> str:
-    try:
-        known = json_text.loads(_bounded(name, value), parse_constant=_no_number) if isinstance(value, str) else value
-        if not isinstance(known, Mapping):
-            refuse(name, value, rule)
-        written = json_text.dumps(dict(known), allow_nan=False, ensure_ascii=False)
-    except (TypeError, json_text.JSONDecodeError, RecursionError) as error:
-        raise ValueError(f"{name} is {shown(value)}; it must be {rule}") from error
-    except ValueError as error:
-        if str(error).startswith(name):
-            raise
-        raise ValueError(f"{name} is {shown(value)}; it must be {rule}: {error}") from error
-    return _bounded(name, written)
+    return check
 
 
 def _no_number(name: str) -> None:
@@ -72,7 +70,7 @@ class StructuredOutputsParams(Checked):
     Raises ValueError, naming `structured_outputs.` and the field, for an unknown name or an invalid value.
     """
 
-    json: str | Mapping[str, Any] | None = option(None, maybe(_schema))
+    json: str | Mapping[str, Any] | None = option(None, maybe(_json_object("a JSON schema")))
     """A JSON schema, as text or as an object; stored as text."""
     json_object: bool = option(False, lambda name, value: flag(name, bool(value) if value is None else value))
     """Any JSON object."""
@@ -82,7 +80,7 @@ class StructuredOutputsParams(Checked):
     """One of these texts."""
     grammar: str | None = option(None, maybe(_bounded))
     """A context-free grammar in Lark's notation (first rule `start`), or EBNF with `root ::=`."""
-    structural_tag: str | Mapping[str, Any] | None = option(None, maybe(_structural_tag))
+    structural_tag: str | Mapping[str, Any] | None = option(None, maybe(_json_object("a structural tag")))
     """Parts that follow grammars with free text between them, in xgrammar's notation, as text or as an object; stored
     as text."""
     disable_any_whitespace: bool = option(False, flag)
@@ -92,25 +90,21 @@ class StructuredOutputsParams(Checked):
         for each in fields(self):
             check: Check = each.metadata["check"]
             object.__setattr__(self, each.name, check(f"structured_outputs.{each.name}", getattr(self, each.name)))
-        if len(given := self._given()) != 1:
+        if len(given := [name for name in FORMS if getattr(self, name)]) != 1:
             refuse("structured_outputs", given, f"exactly one of {', '.join(FORMS)}")
-
-    def _given(self) -> list[str]:
-        return [name for name in FORMS if getattr(self, name) not in (None, False)]
 
     @property
     def form(self) -> str:
         """The form that is given, one of `FORMS`."""
-        return self._given()[0]
+        return next(name for name in FORMS if getattr(self, name))
 
 
 def structured_outputs(name: str, value: Any) -> StructuredOutputsParams:
     """Return `StructuredOutputsParams`, given that or a mapping of its fields. Raises ValueError."""
     if isinstance(value, StructuredOutputsParams):
         return value
-    if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
-        refuse(name, value, "StructuredOutputsParams, or a mapping of its fields")
-    given, known = (drop_unsupported(STRUCTURED, value), [each.name for each in fields(StructuredOutputsParams)])
+    given = drop_unsupported(STRUCTURED, mapping(name, value, "StructuredOutputsParams, or a mapping of its fields"))
+    known = [each.name for each in fields(StructuredOutputsParams)]
     if unknown := given.keys() - set(known):
         raise ValueError(f"{name} has unknown {listed(unknown)}; the known names are {', '.join(known)}")
     return StructuredOutputsParams(**given)

@@ -52,8 +52,10 @@ def read_without_transformers(folder: Path) -> FileTokenizer | None:
     fields = read_json(config)
     if not _is_plain(folder, fields):
         return None
+    from tokenizers import Tokenizer
+
     try:
-        tokenizer = FileTokenizer.read(file)
+        tokenizer = FileTokenizer(Tokenizer.from_file(str(file)))
     except Exception:  # transformers is tried next, and its error is reported
         return None
     if not _adds_nothing(fields, tokenizer):

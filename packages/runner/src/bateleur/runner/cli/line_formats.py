@@ -14,7 +14,7 @@ from bateleur.runner.sampling_params import SamplingParams
 from bateleur.runner.serve.config import require_served
 from bateleur.runner.serve.openai.replies import chat_reply, completion_reply, error_body
 from bateleur.runner.serve.openai.requests import ChatRequest, CompletionRequest, chat_request, completion_request
-from bateleur.runner.serve.parsers.chat_format import ChatFormat, PreparedChat, prepare_chat, with_options
+from bateleur.runner.serve.parsers.chat_format import ChatFormat, PreparedChat, with_options
 from bateleur.runner.serve.parsers.events import chat_message
 from bateleur.runner.serve.parsers.options import ParserOptions
 from bateleur.runner.text.chat import ChatPrompt
@@ -182,7 +182,7 @@ class OpenAIBatchFormat:
     def _turn(self, request: ChatRequest, prompt: ChatPrompt, tokenizer: Tokenizer) -> PreparedChat:
         if self._chat_format is None:
             self._chat_format = ChatFormat(self._parsers, tokenizer)
-        return prepare_chat(self._chat_format, request, prompt)
+        return self._chat_format.prepare(request, prompt)
 
     def result(
         self, request: LineRequest, outputs: Sequence[RequestOutput], error: str | None, tokenizer: Tokenizer

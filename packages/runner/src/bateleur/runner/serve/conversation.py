@@ -14,7 +14,7 @@ from bateleur.runner.serve.errors import http_errors
 from bateleur.runner.serve.openai.replies import Usage
 from bateleur.runner.serve.openai.requests import ChatRequest
 from bateleur.runner.serve.openai.tools import is_strict
-from bateleur.runner.serve.parsers.chat_format import AnswerReader, PreparedChat, prepare_chat, with_options
+from bateleur.runner.serve.parsers.chat_format import AnswerReader, PreparedChat, with_options
 from bateleur.runner.serve.parsers.events import Content, End, Event, Reasoning, ToolCall
 from bateleur.runner.serve.service import Service, merge_outputs
 from bateleur.runner.serve.thinking_budget import ThinkingBudget
@@ -128,7 +128,7 @@ async def answer(service: Service, parsed: ChatRequest, reply_id: str) -> Answer
             await service.llm.run_in_thread(prepare, long=True)
         parsed = replace(parsed, names={**parsed.names, "structured_outputs": "tools"})
     with http_errors(parsed.names):
-        prepared = prepare_chat(service.chat_format, parsed, prompt)
+        prepared = service.chat_format.prepare(parsed, prompt)
         budget = ThinkingBudget.of(service, parsed, prompt, prepared)
     if budget is not None:
         return Answer(service, parsed, prepared, await budget.submit(reply_id))

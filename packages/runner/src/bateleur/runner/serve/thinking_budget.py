@@ -19,8 +19,8 @@ from bateleur.runner.engine_thread import OutputReader
 from bateleur.runner.outputs import CompletionOutput, Logprob, RequestOutput, TextTag
 from bateleur.runner.sampling_params import SamplingParams
 from bateleur.runner.serve.openai.requests import ChatRequest
-from bateleur.runner.serve.parsers.chat_format import PreparedChat, prepare_chat
-from bateleur.runner.serve.parsers.reasoning import Think
+from bateleur.runner.serve.parsers.chat_format import PreparedChat
+from bateleur.runner.serve.parsers.reasoning import THINK_END
 from bateleur.runner.serve.service import Service, merge_outputs
 from bateleur.runner.text.chat import ChatPrompt
 from bateleur.runner.utils.arguments import refuse
@@ -56,10 +56,10 @@ class ThinkingBudget:
             return None
         end = service.chat_format.reasoning_end_id
         if end is None and not opened:
-            log_once(_log, f"thinking_token_budget is ignored: {Think.END} is not a single token of this model")
+            log_once(_log, f"thinking_token_budget is ignored: {THINK_END} is not a single token of this model")
             return None
         if end is None:
-            rule = f"absent: {Think.END} is not a single token of this model"
+            rule = f"absent: {THINK_END} is not a single token of this model"
             refuse("thinking_token_budget", budget, rule)
         service.check_counts(1, params)
         if params.truncate_prompt_tokens is None:
@@ -135,7 +135,7 @@ class ThinkingBudget:
             return
         assert first is not None
         prompt = _extended_prompt(first, written)
-        prepared, max_tokens = (prepare_chat(self.service.chat_format, self.parsed, prompt), self.params.max_tokens)
+        prepared, max_tokens = (self.service.chat_format.prepare(self.parsed, prompt), self.params.max_tokens)
         params = replace(
             prepared.params,
             seed=self.params.seed,
@@ -151,7 +151,7 @@ class ThinkingBudget:
         stop = (*self.params.stop_token_ids, self.end)
         params = replace(self.params, max_tokens=max(1, self.budget), min_tokens=0, stop_token_ids=stop)
         if not self.opened:
-            grammar = prepare_chat(self.service.chat_format, self.parsed, prompt).params.structured_outputs
+            grammar = self.service.chat_format.prepare(self.parsed, prompt).params.structured_outputs
             params = replace(_without_prompt(params), structured_outputs=grammar)
         return await self._submit(prompt, params, reply_id)
 
@@ -174,9 +174,9 @@ class ThinkingBudget:
             completion.token_ids.append(self.end)
             completion.drafted.append(False)
             if completion.logprobs is not None:
-                completion.logprobs.append({self.end: Logprob(0.0, 1, Think.END, Think.END.encode())})
+                completion.logprobs.append({self.end: Logprob(0.0, 1, THINK_END, THINK_END.encode())})
         special = self.end in self.service.chat_format.special_ids and self.params.skip_special_tokens
-        text, at = "" if special else Think.END, len(completion.text)
+        text, at = "" if special else THINK_END, len(completion.text)
         completion.text += text
         completion.tags.append(TextTag(at, at + len(text), self.end))
         completion.finish_reason = completion.stop_reason = None

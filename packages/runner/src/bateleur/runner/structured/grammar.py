@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import atexit
 import json
-from collections import OrderedDict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
+from functools import lru_cache
 from threading import Lock
 from typing import TYPE_CHECKING
 
@@ -16,19 +16,19 @@ from bateleur.runner.structured.library import (
     error_line,
     json_grammar,
     lark_rules,
-    parser_limits,
+    library_tokenizer,
     pattern,
 )
-from bateleur.runner.structured.matcher import Matcher
+from bateleur.runner.structured.matcher import CompiledGrammar, Matcher
 from bateleur.runner.structured.structural_tag import TagTokens, compile_structural_tag, escaped
 from bateleur.runner.structured.trial import GrammarCompilers
 from bateleur.runner.structured_outputs import StructuredOutputsParams
-from bateleur.runner.text.token_bytes import decoder_steps, is_byte_piece, piece_bytes
+from bateleur.runner.text.token_bytes import BYTE_PIECE, piece_decoder
 from bateleur.runner.text.tokenizer import NoTokenizer, Tokenizer, special_token_ids, tag_tokens
 from bateleur.runner.utils.arguments import shown
 
 if TYPE_CHECKING:
-    from llguidance import LLMatcher, LLTokenizer
+    from llguidance import LLTokenizer
 
 _CACHE_SIZE = 64
 """Maximum number of cached grammars; the least recently used one is dropped."""
@@ -46,101 +46,46 @@ def token_bytes(tokenizer: Tokenizer, vocab_size: int) -> list[bytes]:
     about = "structured_outputs is given; the tokenizer of this checkpoint is"
     if backend is None:
         raise ValueError(f"{about} a {type(tokenizer).__name__}, and must be one of the tokenizers library")
-    described = json.loads(backend.to_str())
     try:
-        steps = decoder_steps(described["decoder"])
+        decode = piece_decoder(backend)
     except ValueError as error:
         raise ValueError(f"{about} {error}") from error
-    special = {each["id"] for each in described["added_tokens"] if each["special"]}
-    found, plain, pieces = [b""] * vocab_size, set(), []
-    for piece, token in backend.get_vocab(with_added_tokens=True).items():
-        if token < vocab_size:
-            pieces.append((token in special or is_byte_piece(piece), token, piece))
-    for _, token, piece in sorted(pieces):  # byte tokens come last
-        if token in special:
+    special, found, plain = special_token_ids(tokenizer), [b""] * vocab_size, set()
+    pieces = backend.get_vocab(with_added_tokens=True).items()
+    for piece, token in sorted(pieces, key=lambda each: (bool(BYTE_PIECE.fullmatch(each[0])), each[1])):
+        if token < vocab_size and token in special:
             found[token] = SPECIAL + piece.encode()
-            continue
-        data = piece_bytes(piece, steps)
-        if data not in plain:
+        elif token < vocab_size and (data := decode(piece)) not in plain:
             found[token] = data
             plain.add(data)
     return found
 
 
-class Vocabulary:
-    """The tokens of a model as an llguidance tokenizer. Building it takes a second for 250,000 tokens."""
-
-    is_tokenizer_wrapper = True
-    bos_token_id = None
-
-    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
-        """Build the vocabulary. Raises ValueError as `token_bytes`."""
-        from llguidance import LLTokenizer
-
-        self.tokens = token_bytes(tokenizer, vocab_size)
-        ends = sorted(set(eos_token_ids))
-        for token in ends:  # not always a special token of the tokenizer
-            self.tokens[token] = SPECIAL + b"%d" % token
-        if not ends:  # llguidance needs one: an id after the last token, which no mask includes
-            ends = [vocab_size]
-            self.tokens.append(SPECIAL)
-        self.eos_token_id = ends[0]
-        self.special_token_ids: list[int] = []
-        self.num_words = -(-len(self.tokens) // 32)
-        self.library: LLTokenizer = LLTokenizer(self, eos_token=ends)  # type: ignore[arg-type]
-        self.tokens = []
-
-    def __call__(self, text: str) -> list[int]:
-        """Raise NotImplementedError.
-
-        llguidance would call it to tokenise bytes that a grammar forces, but forcing is off.
-        """
-        raise NotImplementedError
-
-
-class CompiledGrammar:
-    """A compiled grammar over a vocabulary."""
-
-    def __init__(self, vocabulary: Vocabulary, eos_token_ids: frozenset[int], source: str) -> None:
-        """Compile the grammar.
-
-        Raises ValueError if it is over the limits, or if these tokens can't form any matching text.
-        """
-        self.eos_token_ids = eos_token_ids
-        self.num_words = vocabulary.num_words
-        self._vocabulary, self._source = vocabulary, source
-        self._parser = self.compile()
-        first = self._parser.deep_copy()
-        first.compute_bitmask()
-        _check(first)
-
-    def compile(self) -> LLMatcher:
-        """Return a newly compiled parser in its initial state. Other Python threads run meanwhile."""
-        from llguidance import LLMatcher
-
-        parser = LLMatcher(self._vocabulary.library, self._source, log_level=0, limits=parser_limits())
-        _check(parser)
-        return parser
-
-    def begin(self) -> LLMatcher:
-        """Return a parser in its initial state, a copy that shares token caches with the grammar's other parsers."""
-        return self._parser.deep_copy()
+def _vocabulary(tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Collection[int]) -> LLTokenizer:
+    """Return the tokens of a model for llguidance. Raises ValueError as `token_bytes`."""
+    tokens, ends = token_bytes(tokenizer, vocab_size), sorted(eos_token_ids)
+    for token in ends:  # not always a special token of the tokenizer
+        tokens[token] = SPECIAL + b"%d" % token
+    if not ends:  # llguidance needs one: an id after the last token, which no mask includes
+        ends = [vocab_size]
+        tokens.append(SPECIAL)
+    return library_tokenizer(tokens, ends)
 
 
 class Grammars:
     """Compiles and caches the grammars of requests. Thread-safe."""
 
-    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Collection[int]) -> None:
         """Builds the vocabulary and imports llguidance only at the first use."""
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
         self._eos_token_ids = frozenset(eos_token_ids)
         tags = {text: token for token, text in tag_tokens(tokenizer).items() if token < vocab_size}
         special = frozenset(token for token in special_token_ids(tokenizer) if token < vocab_size)
         self._tag_tokens = TagTokens(tags, special, self._eos_token_ids)
-        self._vocabulary: Vocabulary | None = None
-        self._cache: OrderedDict[str, CompiledGrammar] = OrderedDict()
-        self._lock = Lock()
+        self._vocabulary: LLTokenizer | None = None
         self._vocabulary_lock = Lock()
+        self._test = lru_cache(_CACHE_SIZE)(self._test_in_child)
+        self._compiled = lru_cache(_CACHE_SIZE)(self._compile)
 
     def matcher(
         self, params: StructuredOutputsParams, stop_token_ids: Collection[int], *, already_compiled: bool = False
@@ -150,56 +95,40 @@ class Grammars:
         already_compiled: whether another process has already compiled the grammar, so that it is known to be valid.
         Raises ValueError that names the invalid constraint (such as regex), and MissingExtra if llguidance is missing.
         """
-        vocabulary = self.prepare()
-        name = f"structured_outputs.{params.form}"
+        self.prepare()
         try:
             source = grammar_source(params, self._tag_tokens)
-            return Matcher(self._grammar(vocabulary, source, already_compiled=already_compiled), stop_token_ids)
+            if not already_compiled:
+                self._test(source)
+            return Matcher(self._compiled(source), stop_token_ids)
         except ValueError as error:
-            raise ValueError(f"{name} is {shown(getattr(params, params.form))}; {error}") from error
+            value = shown(getattr(params, params.form))
+            raise ValueError(f"structured_outputs.{params.form} is {value}; {error}") from error
 
-    def prepare(self) -> Vocabulary:
+    def prepare(self) -> LLTokenizer:
         """Build the vocabulary unless it is built. Blocks other Python threads, for a second with 250,000 tokens."""
         with self._vocabulary_lock:
             if self._vocabulary is None:
-                _require_library()
-                self._vocabulary = Vocabulary(self._tokenizer, self._vocab_size, sorted(self._eos_token_ids))
+                try:
+                    import llguidance  # noqa: F401
+                except ImportError as error:
+                    install = "pip install 'bateleur-runner[structured]'"
+                    raise MissingExtra(
+                        f"structured_outputs needs llguidance, which comes with an extra: {install}"
+                    ) from error
+                self._vocabulary = _vocabulary(self._tokenizer, self._vocab_size, self._eos_token_ids)
             return self._vocabulary
 
-    def _grammar(self, vocabulary: Vocabulary, source: str, *, already_compiled: bool) -> CompiledGrammar:
-        with self._lock:
-            if (found := self._cache.get(source)) is not None:
-                self._cache.move_to_end(source)
-                return found
-        if not already_compiled and (error := _COMPILERS.error(source, self._vocab_size)):
+    def _test_in_child(self, source: str) -> None:
+        if error := _COMPILERS.error(source, self._vocab_size):
             raise ValueError(error_line(error))
-        made = CompiledGrammar(vocabulary, self._eos_token_ids, source)
-        with self._lock:
-            self._cache[source] = made
-            while len(self._cache) > _CACHE_SIZE:
-                self._cache.popitem(last=False)
-        return made
+
+    def _compile(self, source: str) -> CompiledGrammar:
+        return CompiledGrammar(self.prepare(), self._eos_token_ids, source)
 
 
 _COMPILERS = GrammarCompilers()
 atexit.register(_COMPILERS.close)
-
-
-def _check(parser: LLMatcher) -> None:
-    if error := parser.get_error():
-        raise ValueError(error_line(error))
-
-
-def _require_library() -> None:
-    try:
-        import llguidance  # noqa: F401
-    except ImportError as error:
-        raise MissingExtra(
-            "structured_outputs needs llguidance, which comes with an extra: pip install 'bateleur-runner[structured]'"
-        ) from error
-
-
-_SCHEMA = HEAD + "start: @schema\n"
 
 
 def grammar_source(params: StructuredOutputsParams, tokens: TagTokens) -> str:
@@ -207,22 +136,18 @@ def grammar_source(params: StructuredOutputsParams, tokens: TagTokens) -> str:
 
     Raises ValueError for EBNF that can't be parsed, and for an invalid structural tag.
     """
+    compact = params.disable_any_whitespace
     if params.structural_tag is not None:
-        tag = json.loads(str(params.structural_tag))
-        grammars = compile_structural_tag(tag, tokens, compact=params.disable_any_whitespace)
-        return json.dumps({"grammars": grammars}, ensure_ascii=False)
-    if params.json is not None or params.json_object:
-        schema = '{"type": "object"}' if params.json is None else str(params.json)
-        grammar = json_grammar(json.loads(schema), compact=params.disable_any_whitespace)
-        grammars = [{"lark_grammar": _SCHEMA}, {"name": "schema", **grammar}]
-        return json.dumps({"grammars": grammars}, ensure_ascii=False)
-    if params.regex is not None:
-        return _lark(HEAD + f"start: /{pattern(params.regex)}/\n")
-    if params.choice is not None:
-        return _lark(HEAD + f"start: /{'|'.join(map(escaped, params.choice))}/\n")
-    assert params.grammar is not None
-    return _lark(HEAD + lark_rules(params.grammar))
-
-
-def _lark(rules: str) -> str:
-    return json.dumps({"grammars": [{"lark_grammar": rules}]}, ensure_ascii=False)
+        grammars = compile_structural_tag(json.loads(str(params.structural_tag)), tokens, compact=compact)
+    elif params.json is not None or params.json_object:
+        schema = {"type": "object"} if params.json is None else json.loads(str(params.json))
+        grammars = [
+            {"lark_grammar": f"{HEAD}start: @schema\n"},
+            {"name": "schema", **json_grammar(schema, compact=compact)},
+        ]
+    elif params.grammar is not None:
+        grammars = [{"lark_grammar": HEAD + lark_rules(params.grammar)}]
+    else:
+        regex = "|".join(map(escaped, params.choice or ())) if params.regex is None else pattern(params.regex)
+        grammars = [{"lark_grammar": f"{HEAD}start: /{regex}/\n"}]
+    return json.dumps({"grammars": grammars}, ensure_ascii=False)

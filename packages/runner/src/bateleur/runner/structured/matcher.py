@@ -5,30 +5,48 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from bateleur.runner.structured.library import error_line
+from bateleur.runner.structured.library import error_line, parser_limits
 
 if TYPE_CHECKING:
-    from llguidance import LLExecutor, LLMatcher
+    from llguidance import LLExecutor, LLMatcher, LLTokenizer
 
 
-class Grammar(Protocol):
-    """Interface of a compiled grammar for `Matcher`. num_words: number of 32-bit words in a token mask."""
+class CompiledGrammar:
+    """A compiled grammar over a vocabulary. num_words: number of 32-bit words in a token mask."""
 
-    eos_token_ids: frozenset[int]
-    num_words: int
+    def __init__(self, vocabulary: LLTokenizer, eos_token_ids: frozenset[int], source: str) -> None:
+        """Compile the grammar.
 
-    def begin(self) -> LLMatcher:
-        """Return a parser in its initial state, a copy that shares token caches with other parsers."""
-        ...
+        Raises ValueError if it is over the limits, or if these tokens can't form any matching text.
+        """
+        self._vocabulary, self._source, self.eos_token_ids = vocabulary, source, eos_token_ids
+        self.num_words = -(-vocabulary.vocab_size // 32)
+        self._parser = self.compile()
+        first = self.begin()
+        first.compute_bitmask()
+        _check(first)
 
     def compile(self) -> LLMatcher:
-        """Return a newly compiled parser in its initial state, which shares nothing with other parsers."""
-        ...
+        """Return a newly compiled parser in its initial state. Other Python threads run meanwhile."""
+        from llguidance import LLMatcher
+
+        parser = LLMatcher(self._vocabulary, self._source, log_level=0, limits=parser_limits())
+        _check(parser)
+        return parser
+
+    def begin(self) -> LLMatcher:
+        """Return a parser in its initial state, a copy that shares token caches with the grammar's other parsers."""
+        return self._parser.deep_copy()
+
+
+def _check(parser: LLMatcher) -> None:
+    if error := parser.get_error():
+        raise ValueError(error_line(error))
 
 
 class Matcher:
@@ -38,9 +56,12 @@ class Matcher:
     interrupt.
     """
 
-    def __init__(self, grammar: Grammar, stop_token_ids: Collection[int]) -> None:
-        """stop_token_ids: tokens that end the request; other end-of-sequence tokens are never allowed."""
-        self._grammar = grammar
+    def __init__(self, grammar: CompiledGrammar, stop_token_ids: Collection[int]) -> None:
+        """stop_token_ids: tokens that end the request; other end-of-sequence tokens are never allowed.
+
+        num_words: W, the number of 32-bit words of a mask.
+        """
+        self._grammar, self.num_words = grammar, grammar.num_words
         self._no_end = sorted(grammar.eos_token_ids.difference(stop_token_ids))
         self._ends = grammar.eos_token_ids.intersection(stop_token_ids)
         self.restart(())
@@ -51,11 +72,6 @@ class Matcher:
         self._tokens: list[int] = []
         for token in token_ids:
             self.accept(token)
-
-    @property
-    def num_words(self) -> int:
-        """W, the number of 32-bit words of a mask."""
-        return self._grammar.num_words
 
     def accept(self, token: int) -> None:
         """Advance the grammar by the next token, which must be allowed."""
@@ -112,8 +128,10 @@ class Matcher:
         """Recompute the masks one by one after an error. From the mask with the error on, no token is allowed."""
         masks_NW[:] = 0
         parser = self._grammar.compile()
-        self._parser = _advance(parser.deep_copy(), self._tokens)
-        parser = _advance(parser, self._tokens)
+        self._parser = parser.deep_copy()
+        for token in self._tokens:
+            self._parser.consume_token(token)
+            parser.consume_token(token)
         for i, mask_W in enumerate(masks_NW):
             allowed_W = _mask(parser, len(mask_W))
             if parser.is_error():
@@ -132,11 +150,9 @@ def fill(
     Other Python threads run meanwhile.
     """
     at, size, count = masks_NW.ctypes.data, masks_NW.shape[1] * 4, len(masks_NW)
-    alone = [(matcher._parser, first) for matcher, first, drafts in wanted if not drafts]
-    if alone:
+    if alone := [(matcher._parser, first) for matcher, first, drafts in wanted if not drafts]:
         executor.unsafe_compute_mask_ptr(alone, at, size, count)
-    drafted = [(matcher._parser, first, list(drafts)) for matcher, first, drafts in wanted if drafts]
-    if drafted:
+    if drafted := [(matcher._parser, first, list(drafts)) for matcher, first, drafts in wanted if drafts]:
         executor.unsafe_compute_mask_ptr_with_draft_token(drafted, at, size, count)
     for matcher, first, drafts in wanted:
         matcher.check(masks_NW[first : first + 1 + len(drafts)], drafts)
@@ -147,13 +163,6 @@ def _mask(parser: LLMatcher, num_words: int) -> NDArray[np.int32]:
     return np.frombuffer(parser.compute_bitmask(), np.int32)[:num_words]
 
 
-def _advance(parser: LLMatcher, token_ids: Sequence[int]) -> LLMatcher:
-    for token in token_ids:
-        parser.consume_token(token)
-    return parser
-
-
 def _clear(masks_NW: NDArray[np.int32], token_ids: Sequence[int]) -> None:
-    """Clear the bits of these tokens in all masks."""
     for token in token_ids:
         masks_NW.view(np.uint32)[:, token // 32] &= np.uint32(~(1 << token % 32) & 0xFFFFFFFF)

@@ -9,11 +9,11 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from bateleur.runner.structured.library import HEAD, json_grammar, lark_rules, pattern
-from bateleur.runner.utils.arguments import refuse, shown
+from bateleur.runner.utils.arguments import mapping, refuse, shown
 
 _TEXT = "/(?s:.+)/"
 _MAX_DEPTH = 64
@@ -32,12 +32,10 @@ _TYPES = (
 class TagTokens:
     """Tokens of a model that are markup, not text: tags, special tokens and end-of-sequence tokens."""
 
-    tags: Mapping[str, int] = field(default_factory=dict)
+    tags: Mapping[str, int]
     """Ids of tags by their text: special tokens, and added tokens in the form of a tag."""
-    special: frozenset[int] = frozenset()
-    """Ids of special tokens."""
-    ends: frozenset[int] = frozenset()
-    """Ids of tokens that end a text."""
+    special: frozenset[int]
+    ends: frozenset[int]
 
 
 def compile_structural_tag(tag: Mapping[str, Any], tokens: TagTokens, *, compact: bool) -> list[dict[str, Any]]:
@@ -51,14 +49,26 @@ def compile_structural_tag(tag: Mapping[str, Any], tokens: TagTokens, *, compact
     return [{"lark_grammar": f"{HEAD}{rules}\n"}, *compiler.grammars]
 
 
-def property_schema(schema: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+def _property_schema(schema: Mapping[str, Any], key: str) -> Mapping[str, Any]:
     """Return the schema of one property as a complete schema, with the definitions that it refers to."""
-    value = schema["properties"][key]
-    value = {} if value is True else {"not": {}} if value is False else value
-    if not isinstance(value, Mapping):
-        refuse(f"properties.{key}", value, "a JSON schema")
-    definitions = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
-    return {**definitions, **value} if "$ref" in json.dumps(value) else value
+    value = mapping(f"properties.{key}", _schema(schema["properties"][key]), "a JSON schema")
+    return {**_definitions(schema), **value} if "$ref" in json.dumps(value) else value
+
+
+def _schema(given: object) -> object:
+    """Return a schema that is true or false as an object."""
+    return {} if given is True else {"not": {}} if given is False else given
+
+
+def _definitions(schema: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: schema[name] for name in ("$defs", "definitions") if name in schema}
+
+
+def at_pointer(schema: Any, pointer: str) -> Any:
+    """Return the part of a schema at a JSON pointer such as #/$defs/City; None if there is none."""
+    for step in pointer.removeprefix("#/").split("/"):
+        schema = schema.get(step) if isinstance(schema, Mapping) else None
+    return schema
 
 
 class _Compiler:
@@ -78,8 +88,7 @@ class _Compiler:
         self._tag = re.compile("|".join(map(re.escape, known)) or "(?!)")
 
     def format(self, place: str, given: object, depth: int) -> str:
-        """Return the grammar expression of a format. place: path of the format, for messages. depth: nesting depth."""
-        part = _mapping(place, given)
+        part = mapping(place, given)
         if depth > _MAX_DEPTH:
             raise ValueError(f"format is nested too deeply: it has more than {_MAX_DEPTH} levels")
         match part.get("type"):
@@ -111,9 +120,9 @@ class _Compiler:
             case "json_schema":
                 return self._json(f"{place}.json_schema", part.get("json_schema"))
             case "qwen_xml_parameter":
-                return self._parameters(_mapping(f"{place}.json_schema", part.get("json_schema")))
+                return self._parameters(mapping(f"{place}.json_schema", part.get("json_schema")))
             case "python_arguments":
-                return self._keywords(_mapping(f"{place}.json_schema", part.get("json_schema")))
+                return self._keywords(mapping(f"{place}.json_schema", part.get("json_schema")))
             case "regex":
                 return f"/{pattern(text('pattern'))}/"
             case "grammar":
@@ -139,7 +148,7 @@ class _Compiler:
         given = part.get("end", "")
         ends = (given,) if isinstance(given, str) else _texts(f"{place}.end", given)
         stops = tuple(filter(None, ends))
-        at, content = f"{place}.content", _mapping(f"{place}.content", part.get("content"))
+        at, content = f"{place}.content", mapping(f"{place}.content", part.get("content"))
         if stops and content.get("type") == "any_text":
             return self._segments({}, stops, _texts(f"{at}.excludes", content.get("excludes", ())))
         if stops and content.get("type") == "triggered_tags":
@@ -151,7 +160,7 @@ class _Compiler:
         triggers = _texts(f"{place}.triggers", part.get("triggers"))
         bodies: dict[str, list[str]] = {}
         for i, each in enumerate(_several(f"{place}.tags", part.get("tags"))):
-            at, tag = f"{place}.tags[{i}]", _mapping(f"{place}.tags[{i}]", each)
+            at, tag = f"{place}.tags[{i}]", mapping(f"{place}.tags[{i}]", each)
             begin = _text(f"{at}.begin", tag.get("begin"))
             trigger = next((trigger for trigger in triggers if trigger and begin.startswith(trigger)), None)
             if trigger is None:
@@ -188,7 +197,7 @@ class _Compiler:
             return rf"({self._literal('<parameter=')} /[^<>\n=]{{1,64}}>\n/ {value})*"
         parts = []
         for key in properties:
-            single = property_schema(schema, key)
+            single = _property_schema(schema, key)
             begin, text = self._literal(f"<parameter={key}>\n"), _pattern_of_text(single)
             if text is None:
                 rest = f"{self._json(key, single)} {self._literal(_END_OF_PARAMETER)}"
@@ -211,7 +220,7 @@ class _Compiler:
         needed: list[str] = []
         first, after = '""', '""'
         for key in reversed(properties):
-            single = property_schema(schema, key)
+            single = _property_schema(schema, key)
             value = "/True|False/" if single.get("type") == "boolean" else self._json(key, single)
             one = self._rule(f"{self._literal(f'{key}=')} {value}")
             if key in required:
@@ -240,7 +249,7 @@ class _Compiler:
         tags, known = (*calls, *ends, *excludes), self._tokens
         ids = known.ends | {known.tags[tag] for tag in tags if tag in known.tags}
         if all(tag in known.tags for tag in tags):
-            text = f"<[^{_listed(ids)}]>*" if ids else "<[*]>*"
+            text = f"<[^{','.join(map(str, sorted(ids)))}]>*" if ids else "<[*]>*"
             head: Callable[[str], str] = self._literal
         else:
             text, head = self._text(excludes, known.special - ids), self._text_up_to
@@ -255,9 +264,10 @@ class _Compiler:
 
     def _text(self, excludes: Sequence[str], special: Collection[int]) -> str:
         """Return the expression of text without the tags `excludes`, in which the tokens `special` may occur."""
-        texts = "|".join(escaped(tag) for tag in excludes if not self._is_special(tag))
+        tags, specials = self._tokens.tags, self._tokens.special
+        texts = "|".join(escaped(tag) for tag in excludes if tags.get(tag) not in specials)
         text = self._rule(f"{_TEXT} & ~/(?s:.*)({texts})(?s:.*)/", terminal=True) if texts else _TEXT
-        return f"({text} | <[{_listed(special)}]>)*" if special else f"{text}?"
+        return f"({text} | <[{','.join(map(str, sorted(special)))}]>)*" if special else f"{text}?"
 
     def _text_up_to(self, tag: str) -> str:
         """Return the expression of text that ends with its first occurrence of a tag.
@@ -265,9 +275,6 @@ class _Compiler:
         If the tag is one token, free text can't contain it, so the expression is only the tag.
         """
         return self._literal(tag) if tag in self._tokens.tags else self._lazy(f"(?s:.*){escaped(tag)}")
-
-    def _is_special(self, tag: str) -> bool:
-        return self._tokens.tags.get(tag) in self._tokens.special
 
     def _literal(self, text: str) -> str:
         """Return the expression of exactly this text, with token ids for tags that are tokens."""
@@ -278,9 +285,7 @@ class _Compiler:
         return " ".join(filter(None, [*parts, _quoted(text[at:])])) or '""'
 
     def _json(self, place: str, schema: object) -> str:
-        if isinstance(schema, bool):
-            schema = {} if schema else {"not": {}}
-        return self._grammar(json_grammar(_mapping(place, schema), compact=self._compact))
+        return self._grammar(json_grammar(mapping(place, _schema(schema)), compact=self._compact))
 
     def _grammar(self, grammar: Mapping[str, Any]) -> str:
         """Add a grammar if it is new, and return a reference to it."""
@@ -315,20 +320,13 @@ def _quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False) if text else ""
 
 
-def _listed(tokens: Collection[int]) -> str:
-    return ",".join(map(str, sorted(tokens)))
-
-
 def _pattern_of_text(schema: Mapping[str, Any]) -> str | None:
     """Return the pattern of a string that is written without quotes; None if the value is written as JSON."""
     reference = schema.get("$ref")
     if isinstance(reference, str) and reference.startswith("#/"):
-        found: Any = schema
-        for step in reference.removeprefix("#/").split("/"):
-            found = found.get(step) if isinstance(found, Mapping) else None
+        found = at_pointer(schema, reference)
         if isinstance(found, Mapping) and found.get("$ref") != reference:
-            definitions = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
-            return _pattern_of_text({**definitions, **found})
+            return _pattern_of_text({**_definitions(schema), **found})
     single = [schema["const"]] if "const" in schema else []
     values = schema["enum"] if isinstance(schema.get("enum"), list) else single
     if any(isinstance(each, str) for each in values):
@@ -360,15 +358,9 @@ def _format_of(tag: Mapping[str, Any]) -> object:
             "content": {"type": "json_schema", "json_schema": each.get("schema", {})},
         }
         for i, given in enumerate(_several("structures", tag["structures"]))
-        for each in [_mapping(f"structures[{i}]", given)]
+        for each in [mapping(f"structures[{i}]", given)]
     ]
     return {"type": "triggered_tags", "triggers": tag.get("triggers"), "tags": tags}
-
-
-def _mapping(place: str, value: object) -> Mapping[str, Any]:
-    if not isinstance(value, Mapping):
-        refuse(place, value, "an object")
-    return value
 
 
 def _text(place: str, value: object) -> str:

@@ -15,7 +15,7 @@ from select import select
 from subprocess import PIPE, Popen
 from typing import TYPE_CHECKING
 
-from bateleur.runner.structured.library import SPECIAL, parser_limits
+from bateleur.runner.structured.library import SPECIAL, library_tokenizer, parser_limits
 
 if TYPE_CHECKING:
     from llguidance import LLTokenizer
@@ -42,11 +42,14 @@ class GrammarCompilers:
 
         num_tokens: size of the vocabulary. The grammar may contain ids of these tokens.
         """
-        child = self._take()
-        pipe, answer = child.stdin, child.stdout
+        try:
+            child = self._idle.pop()
+        except IndexError:
+            command = [sys.executable, "-P", "-m", __name__]
+            child = Popen(command, stdin=PIPE, stdout=PIPE, text=True, encoding="utf-8")
+        pipe, answer, reply = child.stdin, child.stdout, ""
         assert pipe is not None
         assert answer is not None
-        reply = ""
         try:
             pipe.write(json.dumps([source, num_tokens, MAX_SECONDS]) + "\n")
             pipe.flush()
@@ -65,13 +68,6 @@ class GrammarCompilers:
             return "it is too large or too deep"
         return f"it takes more than {MAX_SECONDS:g} s to compile"
 
-    def _take(self) -> Popen[str]:
-        try:
-            return self._idle.pop()
-        except IndexError:
-            command = [sys.executable, "-P", "-m", __name__]
-            return Popen(command, stdin=PIPE, stdout=PIPE, text=True, encoding="utf-8")
-
     def close(self) -> None:
         """End the child processes."""
         while self._idle:
@@ -84,27 +80,11 @@ def _end(child: Popen[str]) -> None:
         pass
 
 
-class _Bytes:
-    """A vocabulary of the 256 bytes, padded to the model's size by tokens without text."""
-
-    is_tokenizer_wrapper = True
-    bos_token_id = None
-
-    def __init__(self, num_tokens: int) -> None:
-        more = max(0, num_tokens - 256)
-        self.tokens = [*(bytes([i]) for i in range(256)), *[b""] * more, SPECIAL]
-        self.eos_token_id = len(self.tokens) - 1
-        self.special_token_ids: list[int] = []
-
-    def __call__(self, text: str) -> list[int]:
-        raise NotImplementedError
-
-
 @lru_cache(1)
 def _tokenizer(num_tokens: int) -> LLTokenizer:
-    from llguidance import LLTokenizer
-
-    return LLTokenizer(_Bytes(num_tokens))  # type: ignore[arg-type]
+    """Return a vocabulary of the 256 bytes, padded to the model's size by tokens without text."""
+    tokens = [*(bytes([i]) for i in range(256)), *[b""] * max(0, num_tokens - 256), SPECIAL]
+    return library_tokenizer(tokens, [len(tokens) - 1])
 
 
 def _try(source: str, num_tokens: int) -> str:

@@ -10,7 +10,7 @@ from typing import Any, TypedDict, cast
 
 from bateleur.runner.text.messages import Message, checked_messages, checked_tools
 from bateleur.runner.text.tokenizer import Tokenizer
-from bateleur.runner.utils.arguments import flag, refuse, shown, text
+from bateleur.runner.utils.arguments import flag, mapping, refuse, shown, text
 from bateleur.runner.utils.log_once import log_once
 
 
@@ -33,7 +33,6 @@ class ChatOptions(TypedDict, total=False):
 
 _log = logging.getLogger(__name__)
 _SYSTEM = ("system", "developer")
-"""Roles of system messages."""
 _OWN = ("conversation", "messages", "tokenize", "return_dict", "return_tensors", *ChatOptions.__annotations__)
 """Names that `chat_template_kwargs` can't set, because they are arguments."""
 
@@ -62,15 +61,15 @@ def render(
     messages, naming the place, without a template, and if the template raises.
     """
     conversation, functions = checked_messages(messages), checked_tools(tools)
-    more = _names(chat_template_kwargs)
+    more = _variables({} if chat_template_kwargs is None else chat_template_kwargs)
     if chat_template is not None:
         text("chat_template", chat_template)
     continues = flag("continue_final_message", continue_final_message)
     if flag("add_generation_prompt", add_generation_prompt) and continues:
         refuse("continue_final_message", True, "False with add_generation_prompt, which starts another message")
-    if chat_template is None and not getattr(tokenizer, "chat_template", None):
+    program = getattr(tokenizer, "chat_template", None) if chat_template is None else chat_template
+    if not program:
         raise ValueError("the checkpoint has no chat template: give chat_template, or a prompt instead of messages")
-    own = getattr(tokenizer, "chat_template", None) if chat_template is None else chat_template
     template = partial(
         cast(Any, tokenizer).apply_chat_template,
         tools=functions,
@@ -80,57 +79,40 @@ def render(
         tokenize=False,
         **more,
     )
-    written = _write(template, _with_known_roles(conversation, str(own)))
+    if "developer" not in str(program):  # OpenAI's role, which few templates know
+        conversation = [each | {"role": "system"} if each["role"] == "developer" else each for each in conversation]
+    written = _write(template, conversation)
     if not written.isascii():  # JSON can hold half of a surrogate pair, and tokenizers can't
         written = written.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
     return ChatPrompt(prompt=written, prompt_token_ids=tokenizer.encode(written, add_special_tokens=False))
-
-
-def _with_known_roles(conversation: list[dict[str, Any]], template: str) -> list[dict[str, Any]]:
-    """Replace OpenAI's role "developer" by "system", unless the template knows it."""
-    if "developer" in template:
-        return conversation
-    return [each | {"role": "system"} if each["role"] == "developer" else each for each in conversation]
 
 
 def _write(template: Callable[[list[dict[str, Any]]], str], conversation: list[dict[str, Any]]) -> str:
     """Run the template and return its output. Raises ValueError if the template raises."""
     places = [i for i, each in enumerate(conversation) if each["role"] in _SYSTEM]
     system = [text for i in places if (text := conversation[i]["content"].strip())]
+    written, refusal = "", None
     try:
-        written: str | None = template(conversation)
-        refusal = None
+        written = template(conversation)
     except Exception as error:  # the template is a program, which may raise anything
-        written, refusal = None, error
-    if places not in ([], [0]):
-        if written is not None and all(each in written for each in system):
-            return written
+        refusal = error
+    if places not in ([], [0]) and (refusal or not all(each in written for each in system)):
+        first = [{"role": "system", "content": "\n\n".join(system)}] if system else []
         with suppress(Exception):
-            merged = template(_merged(conversation, system))
+            merged = template([*first, *(each for each in conversation if each["role"] not in _SYSTEM)])
             if all(each in merged for each in system):
                 log_once(_log, "system messages were merged into the first one, because the template wants one")
                 return merged
-    if written is None:
-        assert refusal is not None
+    if refusal is not None:
         raise ValueError(f"the chat template refuses these messages: {_named(refusal)}") from refusal
     return written
 
 
-def _merged(conversation: list[dict[str, Any]], system: list[str]) -> list[dict[str, Any]]:
-    """Return the conversation with one system message at the start, which has these texts."""
-    first = [{"role": "system", "content": "\n\n".join(system)}] if system else []
-    return [*first, *(each for each in conversation if each["role"] not in _SYSTEM)]
-
-
-def _names(given: object) -> dict[str, Any]:
-    name = "chat_template_kwargs"
-    if given is None:
-        return {}
-    if not isinstance(given, Mapping) or not all(isinstance(key, str) for key in given):
-        refuse(name, given, "a mapping from names to values, or None")
-    if taken := sorted(given.keys() & set(_OWN)):
-        refuse(f"{name}[{taken[0]!r}]", given[taken[0]], "absent: it is an argument or reserved")
-    return dict(given)
+def _variables(given: object) -> dict[str, Any]:
+    variables = mapping("chat_template_kwargs", given, "a mapping from names to values, or None")
+    if taken := sorted(variables.keys() & set(_OWN)):
+        refuse(f"chat_template_kwargs[{taken[0]!r}]", variables[taken[0]], "absent: it is an argument or reserved")
+    return variables
 
 
 def _named(error: Exception) -> str:

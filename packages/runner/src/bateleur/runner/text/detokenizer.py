@@ -7,9 +7,9 @@ start of a stop string. All other text is returned at once.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from io import StringIO
 
 from bateleur.runner.outputs import TextTag
-from bateleur.runner.text.stop_strings import stop_strings
 from bateleur.runner.text.tokenizer import Tokenizer
 
 _REPLACEMENT = "\ufffd"
@@ -50,10 +50,8 @@ class IncrementalDetokenizer:
         skip_special_tokens: bool = True,
         tags: Mapping[int, str] | None = None,
     ) -> None:
-        self._tokenizer, self._min_tokens = tokenizer, min_tokens
-        self._tags = tags or {}
-        self._stop = stop_strings(tuple(stop)) if stop else None
-        self._include_stop, self._skip = include_stop, skip_special_tokens
+        self._tokenizer, self._stop, self._min_tokens = tokenizer, tuple(stop), min_tokens
+        self._include_stop, self._skip, self._tags = include_stop, skip_special_tokens, tags or {}
         self.restart(prompt_token_ids)
 
     def restart(self, prompt_token_ids: Sequence[int], token_ids: Sequence[int] = ()) -> None:
@@ -65,9 +63,8 @@ class IncrementalDetokenizer:
         self._clean = len(self._window)  # window tokens up to which the text is known to end a character
         self._shown = self._decode(self._window)  # text of the window when it was last decoded
         self._settled = len(self._shown)  # characters of it that were passed to the stop search
-        self._held, self._state = "", 0  # text that may still become a stop string
-        self._pieces: list[str] = []
-        self._num_characters = 0
+        self._held = ""  # text that may still become a stop string
+        self._text = StringIO()  # all text returned so far; its position is always the end
         self._found: list[TextTag] = []
         self._finished = False
         for token_id in token_ids:
@@ -76,24 +73,16 @@ class IncrementalDetokenizer:
     @property
     def text(self) -> str:
         """All text returned so far."""
-        if len(self._pieces) > 1:
-            self._pieces = ["".join(self._pieces)]
-        return self._pieces[0] if self._pieces else ""
+        return self._text.getvalue()
 
     def text_from(self, first: int) -> str:
         """Return the text from character `first` on, in time proportional to its length."""
-        fresh: list[str] = []
-        at = self._num_characters
-        for piece in reversed(self._pieces):
-            if at <= first:
-                break
-            at -= len(piece)
-            fresh.append(piece)
-        return "".join(reversed(fresh))[max(0, first - at) :]
+        self._text.seek(first)
+        return self._text.read()
 
     def tags_from(self, first: int) -> list[TextTag]:
         """Return the tags in the text so far, from index `first` on."""
-        return [tag for tag in self._found[first:] if tag.end <= self._num_characters]
+        return [tag for tag in self._found[first:] if tag.end <= self._text.tell()]
 
     def push(self, token_id: int) -> str:
         """Process the next token and return the text that is now final; "" after a stop string or `finish`."""
@@ -120,7 +109,7 @@ class IncrementalDetokenizer:
     def _note_tag(self, token_id: int, shown: str, fresh: str) -> None:
         """Record the position of the token if it is a tag. Its text `shown` is the end of the new text `fresh`."""
         if token_id in self._tags and fresh.endswith(shown):
-            end = self._num_characters + len(self._held) + len(fresh)
+            end = self._text.tell() + len(self._held) + len(fresh)
             self._found.append(TextTag(end - len(shown), end, token_id))
 
     def finish(self) -> str:
@@ -165,26 +154,37 @@ class IncrementalDetokenizer:
 
     def _release(self, fresh: str) -> str:
         """Search for stop strings in the text held back plus `fresh`, and return the text that is now final."""
-        if not fresh or self._stop is None:
+        if not fresh or not self._stop:
             return self._keep(fresh)
-        text = self._held + fresh
-        if self._num_tokens >= self._min_tokens:
-            self._state, count, self.stopped = self._stop.read(self._state, fresh)
-            if self.stopped is not None:
-                end = len(self._held) + count
-                self._held = ""
-                return self._keep(text[: end if self._include_stop else end - len(self.stopped)])
-        else:
-            self._state = self._stop.pass_by(self._state, fresh)
-        certain = len(text) - self._stop.num_open(self._state)
+        text, searched = self._held + fresh, len(self._held)
+        if self._num_tokens >= self._min_tokens and (found := _first_stop(text, searched, self._stop)) is not None:
+            end, self.stopped = found
+            self._held = ""
+            return self._keep(text[: end if self._include_stop else end - len(self.stopped)])
+        certain = _possible_stop(text, self._stop)
         self._held = text[certain:]
         return self._keep(text[:certain])
 
     def _keep(self, piece: str) -> str:
-        if piece:
-            self._pieces.append(piece)
-            self._num_characters += len(piece)
+        self._text.write(piece)
         return piece
+
+
+def _first_stop(text: str, searched: int, stops: Sequence[str]) -> tuple[int, str] | None:
+    """Return the end and the text of the stop string that is complete first; of several, the longest.
+
+    searched: characters at the start of the text in which no stop string ends, or where it does not count.
+    """
+    found = [(at + len(each), each) for each in stops if (at := text.find(each, max(0, searched + 1 - len(each)))) >= 0]
+    return min(found, key=lambda each: (each[0], -len(each[1])), default=None)
+
+
+def _possible_stop(text: str, stops: Sequence[str]) -> int:
+    """Return the first position from which the text may become a stop string, or the end of the text."""
+    for at in range(max(0, len(text) - max(map(len, stops)) + 1), len(text)):
+        if any(len(each) > len(text) - at and each.startswith(text[at:]) for each in stops):
+            return at
+    return len(text)
 
 
 def decode_all(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
@@ -22,13 +21,6 @@ class FileTokenizer:
     """Special tokens without a name."""
     chat_template: str | None = None
     """Jinja program that renders conversations."""
-
-    @classmethod
-    def read(cls, file: Path) -> FileTokenizer:
-        """Read a `tokenizer.json`. Raises the error of the tokenizers library for a file that it can't read."""
-        from tokenizers import Tokenizer as Backend
-
-        return cls(Backend.from_file(str(file)))
 
     def __len__(self) -> int:
         return int(self.backend_tokenizer.get_vocab_size(with_added_tokens=True))
@@ -71,8 +63,7 @@ class FileTokenizer:
     ) -> str:
         """Return the text that the template writes for a conversation, see `write_chat`.
 
-        names: further variables of the template; they override special tokens.
-        tokenize: only for compatibility with transformers.
+        names: further variables of the template; they override special tokens. tokenize: as in transformers.
         """
         from bateleur.runner.text.template import write_chat
 

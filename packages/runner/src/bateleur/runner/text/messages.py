@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from bateleur.runner.utils.arguments import TEXTS_AND_BYTES, refuse, require_unicode, shown, text
+from bateleur.runner.utils.arguments import TEXTS_AND_BYTES, mapping, refuse, require_unicode, shown, text
 from bateleur.runner.utils.log_once import log_once
 
 _log = logging.getLogger(__name__)
@@ -17,7 +17,6 @@ Message = Mapping[str, Any]
 """`role`, `content` (text, or parts of text) and further fields, with OpenAI's names."""
 _TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
 """Types of content parts with text."""
-_REASONING_PARTS = ("thinking", "reasoning")
 _HALF = re.compile(r"(?i)(\\ud[89ab]..\\ud[c-f]..)|\\ud[89a-f]..")
 _MAX_DEPTH = 200
 """Maximum depth of truncated arguments that are completed."""
@@ -33,7 +32,10 @@ def checked_messages(messages: object) -> list[dict[str, Any]]:
     listed = _sequence("messages", messages, "a list of messages")
     if not listed:
         refuse("messages", messages, "at least one message")
-    checked = [_with_role(f"messages[{i}]", each) for i, each in enumerate(listed)]
+    checked = []
+    for i, each in enumerate(listed):
+        checked.append(_mapping(f"messages[{i}]", each))
+        text(f"messages[{i}].role", checked[i].get("role"))
     roles = [message["role"] for message in checked]
     past = len(roles) - roles[::-1].index("assistant") if "assistant" in roles else 0
     for i, message in enumerate(checked):
@@ -62,12 +64,6 @@ def checked_tools(tools: object) -> list[dict[str, Any]] | None:
 def is_conversation(messages: object) -> bool:
     """Return whether the argument is one conversation, not a list of conversations."""
     return not isinstance(messages, Sequence) or not messages or isinstance(messages[0], Mapping)
-
-
-def _with_role(name: str, given: object) -> dict[str, Any]:
-    message = _mapping(name, given)
-    text(f"{name}.role", message.get("role"))
-    return message
 
 
 def _normalise(name: str, message: dict[str, Any], *, asked: bool) -> None:
@@ -107,8 +103,7 @@ def _content(name: str, content: object, message: dict[str, Any], *, asked: bool
     texts = []
     for i, each in enumerate(_sequence(name, content, "text, or a list of parts")):
         part = {"type": "text", "text": each} if isinstance(each, str) and not asked else each
-        written = _part(f"{name}[{i}]", part, message, asked=asked)
-        if written is not None:
+        if (written := _part(f"{name}[{i}]", part, message, asked=asked)) is not None:
             texts.append(_unicode(f"{name}[{i}].text", written, asked=asked))
     return "\n".join(texts)
 
@@ -120,15 +115,15 @@ def _part(name: str, given: object, message: dict[str, Any], *, asked: bool) -> 
         return None if given is None else json.dumps(given, ensure_ascii=False, default=shown)
     part = _mapping(name, given)
     kind = part.get("type")
-    if kind in _REASONING_PARTS:
+    if kind in ("thinking", "reasoning"):
         message.setdefault("reasoning_content", str(part.get(kind) or part.get("text") or ""))
         return None
     written = part.get("refusal") if kind == "refusal" else part.get("text")
     if kind in _TEXT_PARTS and isinstance(written, str):
         return written
-    if asked and kind in _TEXT_PARTS:
-        refuse(f"{name}.text", written, "text")
     if asked:
+        if kind in _TEXT_PARTS:
+            refuse(f"{name}.text", written, "text")
         refuse(f"{name}.type", kind, "'text': this server reads text only, and no images")
     _log_fault(f"a part of the type {shown(kind)} is replaced by its text or its type")
     return written if isinstance(written, str) else f"[{kind}]"
@@ -208,9 +203,7 @@ def _log_fault(fault: str) -> None:
 
 
 def _mapping(name: str, value: object) -> dict[str, Any]:
-    if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
-        refuse(name, value, "an object: a mapping from names to values")
-    return dict(value)
+    return mapping(name, value, "an object: a mapping from names to values")
 
 
 def _sequence(name: str, value: object, rule: str) -> Sequence[Any]:

@@ -8,7 +8,7 @@ they run in Jinja's sandbox and get plain data only.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from functools import lru_cache
 from typing import Any
@@ -43,29 +43,26 @@ def write_chat(
     plain = [_with_reasoning(_plain({k: v for k, v in each.items() if v is not None})) for each in messages]
     last = _mark_end(plain[-1]) if continue_final_message else ""
     written = _compiled(template).render(messages=plain, **_plain(names))
-    return _cut(written, last) if continue_final_message else written
-
-
-def _mark_end(message: dict[str, Any]) -> str:
-    """Append a marker to the text of a message, to find its end in the output. Returns the text without the marker."""
-    content = message.get("content")
-    if isinstance(content, str):
-        message["content"] = content + _MARK
-        return content
-    for part in reversed(content or ()):
-        if isinstance(part.get("text"), str):
-            text = str(part["text"])
-            part["text"] = text + _MARK
-            return text
-    raise ValueError("the last message has no text to continue")
-
-
-def _cut(written: str, last: str) -> str:
+    if not continue_final_message:
+        return written
     place = written.rfind(_MARK.strip())
     if place < 0 or last.strip() not in written:
         raise ValueError("the chat template changes the last message, so it can't be continued")
     kept = written[:place]
     return kept if written.startswith(_MARK, place) else kept.rstrip()
+
+
+def _mark_end(message: dict[str, Any]) -> str:
+    """Append a marker to the text of a message, to find its end in the output. Returns the text without the marker."""
+    content = message.get("content")
+    places = (
+        [(message, "content")] if isinstance(content, str) else [(each, "text") for each in reversed(content or ())]
+    )
+    for part, name in places:
+        if isinstance(text := part.get(name), str):
+            part[name] = text + _MARK
+            return text
+    raise ValueError("the last message has no text to continue")
 
 
 def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
@@ -93,11 +90,7 @@ def _raise(message: object) -> None:
 
 
 def _tojson(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
+    value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
 ) -> str:
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
@@ -108,13 +101,8 @@ class _Generation(Extension):
     tags = {"generation"}  # noqa: RUF012 (as Jinja has it)
 
     def parse(self, parser: Parser) -> nodes.Node:
-        """Return a node that writes the body of the tag."""
         line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return nodes.CallBlock(self.call_method("_inside"), [], [], body).set_lineno(line)
-
-    def _inside(self, caller: Callable[[], str]) -> str:
-        return caller()
+        return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True)).set_lineno(line)
 
 
 class _Names(Namespace):
@@ -122,8 +110,7 @@ class _Names(Namespace):
 
     def __init__(*args: Any, **kwargs: Any) -> None:  # no `self`, so that it can be an attribute
         self, *given = args
-        attributes = dict(*given, **kwargs)
-        for name in attributes:
+        for name in (attributes := dict(*given, **kwargs)):
             _refuse_private(name)
         Namespace.__init__(self, attributes)
 
@@ -144,7 +131,6 @@ class _Dict:
         return dict(*args, **kwargs)
 
     def fromkeys(self, keys: Any, value: Any = None) -> dict[Any, Any]:
-        """Return a dict with the same value for every key."""
         return dict.fromkeys(keys, value)
 
 

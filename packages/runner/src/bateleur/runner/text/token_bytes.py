@@ -8,10 +8,11 @@ from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any
 
-from bateleur.runner.text.tokenizer import Tokenizer
+from bateleur.runner.text.tokenizer import Tokenizer, special_token_ids
 
 _Step = Callable[[str | bytes], str | bytes]
-_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+"""Name of a token that is one byte, such as <0x41>."""
 _MAX_PARTIAL = 3
 """Maximum bytes of an incomplete character."""
 
@@ -20,23 +21,19 @@ class TokenText:
     """Decodes token ids, and returns text and bytes of single tokens. A token may be a part of a character."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        """tokenizer: its vocabulary is read on first use, which takes a second for 250,000 tokens."""
         self._tokenizer = tokenizer
+        self._backend: Any = getattr(tokenizer, "backend_tokenizer", None)
+        self._special = special_token_ids(tokenizer)
         self._texts: dict[int, str] = {}
         self._bytes: dict[int, bytes] = {}
 
     @cached_property
-    def _described(self) -> tuple[list[_Step] | None, frozenset[int]]:
-        """Functions that decode one token (None if tokens can't be decoded one by one), and ids of special tokens."""
-        backend: Any = getattr(self._tokenizer, "backend_tokenizer", None)
-        if backend is None:
-            return None, frozenset()
-        described = json.loads(backend.to_str())
-        special = frozenset(each["id"] for each in described["added_tokens"] if each["special"])
+    def _bytes_of_piece(self) -> Callable[[str], bytes] | None:
+        """None if tokens can't be decoded one by one. Takes a second for 250,000 tokens."""
         try:
-            return decoder_steps(described["decoder"]), special
+            return None if self._backend is None else piece_decoder(self._backend)
         except ValueError:
-            return None, special
+            return None
 
     def __call__(self, token_ids: list[int]) -> str:
         """Return the text of some tokens, special ones included."""
@@ -51,11 +48,10 @@ class TokenText:
     def bytes_of(self, token: int) -> bytes:
         """Return the bytes of one token. If they can't be read from the vocabulary, encode its text."""
         if token not in self._bytes:
-            steps, special = self._described
-            backend: Any = getattr(self._tokenizer, "backend_tokenizer", None)
-            piece = None if steps is None or token in special else backend.id_to_token(token)
+            decode = None if token in self._special else self._bytes_of_piece
+            piece = None if decode is None else self._backend.id_to_token(token)
             text = self.text_of(token).encode("utf-8", "replace")
-            self._bytes[token] = text if piece is None else piece_bytes(piece, steps or ())
+            self._bytes[token] = text if decode is None or piece is None else decode(piece)
         return self._bytes[token]
 
     def name_of(self, token: int) -> str:
@@ -68,16 +64,11 @@ class TokenText:
     def added_text(self, previous: Sequence[int], token: int) -> str:
         """Return the text that a token adds to earlier tokens, so that the texts of all tokens join to the whole text.
 
-        A character of several tokens is added by the last of them. previous: at least the
-        last 3 tokens before this one, or all if there are fewer.
+        A character of several tokens is added by the last of them. previous: at least the last 3 tokens before this
+        one, or all if there are fewer.
         """
-        begun = partial_character(b"".join(map(self.bytes_of, previous[-_MAX_PARTIAL:])))
-        return _whole(begun + self.bytes_of(token))
-
-
-def _whole(data: bytes) -> str:
-    """Decode UTF-8 without an incomplete character at the end."""
-    return data[: len(data) - len(partial_character(data))].decode("utf-8", "replace")
+        data = partial_character(b"".join(map(self.bytes_of, previous[-_MAX_PARTIAL:]))) + self.bytes_of(token)
+        return data[: len(data) - len(partial_character(data))].decode("utf-8", "replace")
 
 
 def partial_character(data: bytes) -> bytes:
@@ -92,29 +83,32 @@ def partial_character(data: bytes) -> bytes:
     return b""
 
 
-def piece_bytes(piece: str, steps: Sequence[_Step]) -> bytes:
-    """Return the bytes of a token. steps: steps of its tokenizer's decoder, see `decoder_steps`."""
-    data: str | bytes = piece
-    for step in steps:
-        data = step(data)
-    return data.encode() if isinstance(data, str) else data
+def piece_decoder(backend: Any) -> Callable[[str], bytes]:
+    """Return a function from a token of the vocabulary to its bytes, for a tokenizer of the tokenizers library.
 
-
-def is_byte_piece(piece: str) -> bool:
-    """Return whether a token is named after a byte, such as <0x41>."""
-    return _BYTE.fullmatch(piece) is not None
-
-
-def decoder_steps(decoder: Any) -> list[_Step]:
-    """Return the functions that a decoder applies to each token before it joins them.
-
-    Raises ValueError, with the supported ones, for an unknown decoder.
+    Raises ValueError, with the supported decoders, if tokens can't be decoded one by one.
     """
+    steps = _steps(json.loads(backend.to_str())["decoder"])
+
+    def decode(piece: str) -> bytes:
+        data: str | bytes = piece
+        for step in steps:
+            data = step(data)
+        return data.encode() if isinstance(data, str) else data
+
+    return decode
+
+
+def _steps(decoder: Any) -> list[_Step]:
+    """Return the functions that a decoder applies to each token before it joins them."""
     if decoder is None:
         raise ValueError("one without a decoder, which puts spaces between tokens, and must be one that joins them")
     kind = decoder["type"]
     if kind == "Sequence":
-        return [step for each in _before_joining(decoder["decoders"]) for step in decoder_steps(each)]
+        kinds = [each["type"] for each in decoder["decoders"]]
+        # Decoders after Fuse, which joins tokens, change a whole text: they strip its first space.
+        end = kinds.index("Fuse") if "Fuse" in kinds else len(kinds)
+        return [step for each in decoder["decoders"][:end] for step in _steps(each)]
     if kind == "Fuse":
         return []
     if kind == "ByteLevel":
@@ -129,31 +123,20 @@ def decoder_steps(decoder: Any) -> list[_Step]:
     raise ValueError(f"decoded by {kind}, and must be decoded by {known}")
 
 
-def _before_joining(decoders: list[Any]) -> list[Any]:
-    """Return the decoders before Fuse, which joins tokens. Later ones change a whole text (strip its first space)."""
-    kinds = [each["type"] for each in decoders]
-    return decoders[: kinds.index("Fuse")] if "Fuse" in kinds else decoders
-
-
 def _replacing(old: str, new: str) -> _Step:
     return lambda data: data.replace(old, new) if isinstance(data, str) else data
 
 
 def _byte_fallback(data: str | bytes) -> str | bytes:
-    if isinstance(data, str) and (match := _BYTE.fullmatch(data)):
+    if isinstance(data, str) and (match := BYTE_PIECE.fullmatch(data)):
         return bytes([int(match[1], 16)])
     return data
 
 
-def _byte_table() -> dict[str, int]:
-    """Return the byte of each character in byte-level vocabularies (GPT-2): printable Latin-1, others from U+0100."""
-    itself = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in itself]
-    return {chr(byte): byte for byte in itself} | {chr(256 + i): byte for i, byte in enumerate(others)}
-
-
-BYTES = _byte_table()
-"""Bytes of the characters in byte-level vocabularies."""
+_PRINTABLE = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
+_OTHERS = (byte for byte in range(256) if byte not in _PRINTABLE)
+BYTES = {chr(byte): byte for byte in _PRINTABLE} | {chr(256 + i): byte for i, byte in enumerate(_OTHERS)}
+"""Bytes of the characters in byte-level vocabularies (GPT-2): printable Latin-1, others from U+0100."""
 
 
 def _byte_level(data: str | bytes) -> str | bytes:

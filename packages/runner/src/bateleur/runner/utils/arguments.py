@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import reprlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from numbers import Integral, Real
@@ -103,6 +103,13 @@ def text(name: str, value: object) -> str:
         refuse(name, value, "text that is not empty")
     require_unicode(name, value)
     return value
+
+
+def mapping(name: str, value: object, rule: str = "an object") -> dict[str, Any]:
+    """Return a mapping from texts as a dict. Raises ValueError with the rule for another value."""
+    if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
+        refuse(name, value, rule)
+    return dict(value)
 
 
 def folder(name: str, value: object) -> str:

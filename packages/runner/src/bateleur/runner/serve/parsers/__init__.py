@@ -4,7 +4,7 @@
 turns the engine's outputs into events:
 
     chat_format = ChatFormat(options, tokenizer)             # once per model
-    prepared = chat_format.prepare(params, prompt, tools=tools, tool_choice="auto")
+    prepared = chat_format.prepare(request, prompt)
     ...                                                     # submit with prepared.params
     reader = prepared.reader()                              # one per continuation
     for completion in outputs:                              # CompletionOutput, deltas or whole

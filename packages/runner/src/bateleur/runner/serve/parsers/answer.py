@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from bateleur.runner.outputs import TextTag
-from bateleur.runner.serve.parsers.arguments import Calls, new_call_id
 from bateleur.runner.serve.parsers.events import Content, Event, Reasoning, ToolCall, merged
-from bateleur.runner.serve.parsers.reasoning import Think
+from bateleur.runner.serve.parsers.reasoning import THINK, THINK_END
 from bateleur.runner.serve.parsers.source import IncrementalParse, Search, Source, TagTable, skip_space
-from bateleur.runner.serve.parsers.tool_format import ToolFormat
+from bateleur.runner.serve.parsers.tool_format import Calls, ToolFormat
 
 _LONGEST_PIECE = 512
 """Characters parsed at once: removing text from the front of a longer string would copy the rest each time."""
@@ -24,37 +23,33 @@ class AnswerParser:
     def __init__(
         self,
         *,
-        reasoning: Think | None = None,
+        opened: bool | None = None,
         calls: ToolFormat | None = None,
         table: TagTable | None = None,
-        make_id: Callable[[], str] = new_call_id,
+        make_id: Callable[[], str] | None = None,
     ) -> None:
-        """reasoning, calls: formats to parse; None leaves their text in the content.
+        """opened: whether the prompt has opened the reasoning; None leaves reasoning in the content.
 
-        table: tags that are single tokens.
+        calls: format of calls; None leaves them in the content. table: tags that are single tokens. make_id: see
+        `Calls`.
         """
-        self._think, self._format = reasoning, calls
+        self._opened, self._format = opened, calls
+        self._calls = None if calls is None else Calls(calls, self._report, make_id)
         self._table = TagTable() if table is None else table
         self._source = Source()
         self._events: list[Event] = []
         self._space = ""
         """White space that is reported with the next text, or dropped if a tag follows."""
         self._after_call = self._has_content = False
-        tools, most, end_tags = ((), None, ()) if calls is None else (calls.tools, calls.max_calls, calls.end_tags)
-        self._calls = Calls(tools, most, self._table, self._report, make_id, end_tags)
         start_tags = () if calls is None else calls.start_tags
-        begin, end = (self._table.marker(Think.BEGIN), self._table.marker(Think.END)) if reasoning else ("", "")
-        again = begin if self._table.is_token(Think.BEGIN) else ""
-        self._begin, self._end = begin, end
-        self._in_reasoning = Search(filter(None, (end, *start_tags)))
-        self._in_content = Search(filter(None, (again, end, *start_tags)))
+        self._begin, self._end = ("", "") if opened is None else map(self._table.marker, (THINK, THINK_END))
+        again = self._begin if self._table.is_token(THINK) else ""
+        self._in_reasoning = Search(filter(None, (self._end, *start_tags)))
+        self._in_content = Search(filter(None, (again, self._end, *start_tags)))
         self._read = self._answer()
 
     def feed(self, text: str, tags: Sequence[TextTag] = ()) -> list[Event]:
-        """Parse the next piece of text, with the positions of its tags.
-
-        Returns the events that later text can't change.
-        """
+        """Parse the next text, with the positions of its tags. Returns the events that later text can't change."""
         marked = self._table.mark(text, tags)
         for at in range(0, len(marked), _LONGEST_PIECE):
             self._source.text += marked[at : at + _LONGEST_PIECE]
@@ -82,16 +77,19 @@ class AnswerParser:
     # --- parts of an answer ---------------------------------------------------------------------------------
 
     def _answer(self) -> IncrementalParse[None]:
-        if self._think is not None:
-            opened = yield from self._takes_begin()
-            if opened or self._think.opened:
-                yield from self._reasoning()
+        if self._opened is not None and ((yield from self._takes_begin()) or self._opened):
+            yield from self._reasoning()
         if self._format is not None and self._format.BARE_STARTS:
-            source, at = self._source, (yield from skip_space(self._source, 0))
-            if source.text.startswith(tuple(self._format.BARE_STARTS), at):
-                self._space += source.take(at)
-                yield from self._format.read(source, self._calls)
+            at = yield from skip_space(self._source, 0)
+            if self._source.text.startswith(tuple(self._format.BARE_STARTS), at):
+                self._space += self._source.take(at)
+                yield from self._read_calls()
         yield from self._content()
+
+    def _read_calls(self) -> IncrementalParse[bool]:
+        assert self._format is not None
+        assert self._calls is not None
+        return (yield from self._format.read(self._source, self._calls))
 
     def _takes_begin(self) -> IncrementalParse[bool]:
         """Consume the begin tag of the reasoning, if the text starts with it. Returns whether it does."""
@@ -119,7 +117,7 @@ class AnswerParser:
                 end = yield from self._wait_for_end()
                 if end >= 0:
                     self._reason(source.take(end))
-                elif self._begins_call(source):
+                elif self._begins_call():
                     self._space = ""
                     return
                 else:
@@ -140,12 +138,11 @@ class AnswerParser:
             yield
         return found
 
-    def _begins_call(self, source: Source) -> bool:
+    def _begins_call(self) -> bool:
         """Return whether the text starts with a tool call, given that no more text follows."""
         assert self._format is not None
-        form = self._format
-        calls = Calls(form.tools, form.max_calls, self._table, lambda event: None, end_tags=form.end_tags)
-        reader = form.read(Source(source.text, final=True), calls)
+        calls = Calls(self._format, lambda event: None)
+        reader = self._format.read(Source(self._source.text, final=True), calls)
         try:
             next(reader)
         except StopIteration as end:
@@ -170,18 +167,13 @@ class AnswerParser:
             elif tag == self._begin:
                 source.take(len(tag))
                 yield from self._reasoning()
-            else:
-                assert self._format is not None
-                if not (yield from self._format.read(source, self._calls)):
-                    self._say(source.take(len(tag)))
+            elif not (yield from self._read_calls()):
+                self._say(source.take(len(tag)))
 
     # --- texts ----------------------------------------------------------------------------------------------
 
     def _say(self, text: str, *, whole: bool = False) -> None:
-        """Emit content.
-
-        White space at its end is held back until more text follows, unless the content ends here (`whole`).
-        """
+        """Emit content. White space at its end waits until more text follows, unless the content ends (`whole`)."""
         if text := self._without_space(text, whole=whole):
             self._after_call, self._has_content = False, True
             self._events.append(Content(self._table.unmark(text)))

@@ -15,9 +15,9 @@ from __future__ import annotations
 import re
 from typing import Literal
 
-from bateleur.runner.serve.parsers.arguments import ArgumentsWriter, Calls
 from bateleur.runner.serve.parsers.source import IncrementalParse, Source, TagTable, skip_space
-from bateleur.runner.serve.parsers.values import is_complete
+from bateleur.runner.serve.parsers.tool_format import ArgumentsWriter, Calls
+from bateleur.runner.serve.parsers.values import as_json, is_complete
 
 FUNCTION, _PARAMETER = "<function=", "<parameter="
 _BEGIN_FUNCTION = r"<\s{0,4}function\s{0,4}=\s{0,4}[^<>\n]{0,200}>"
@@ -29,16 +29,8 @@ _LONGEST = 240
 _REPEATED_END = re.compile(rf"(\s*{_END_PARAMETER})+\s*$")
 
 
-def read_functions(source: Source, at: int, calls: Calls, table: TagTable, *, bare: bool) -> IncrementalParse[bool]:
-    """Parse and consume the call at a position. Returns False, and consumes nothing, if there is none.
-
-    bare: whether the call has no <tool_call> before it.
-    """
-    return (yield from _Function(source, calls, table, bare=bare).read(at))
-
-
-class _Function:
-    """Parser of one XML-like function call."""
+class FunctionParser:
+    """Parser of one XML-like function call. bare: whether the call has no <tool_call> before it."""
 
     def __init__(self, source: Source, calls: Calls, table: TagTable, *, bare: bool) -> None:
         self._source, self._calls, self._bare = source, calls, bare
@@ -53,7 +45,7 @@ class _Function:
         )
 
     def read(self, at: int) -> IncrementalParse[bool]:
-        """Parse and consume the call at position `at`; see `read_functions`."""
+        """Parse and consume the call at position `at`. Returns False, and consumes nothing, if there is none."""
         source = self._source
         found = yield from self._tag_at(at)
         name = _name(found[0]) if found is not None and found[0].lstrip("< ").startswith("function") else ""
@@ -239,7 +231,7 @@ class _Value:
         self.holds_call = False
         writer.key(key)
         if self._is_text:
-            writer.begin_text()
+            writer.write('"')
 
     def may_precede(self, key: str) -> bool:
         """Return whether a parameter with this name may follow although the value has no end tag."""
@@ -269,9 +261,10 @@ class _Value:
         """
         self.add(text.removesuffix("\n").removesuffix("\n" if lacks_tag else ""))
         if self._is_text:
-            self._writer.end_text()
+            self._writer.write('"')
         else:
-            self._writer.bare(self._key, _REPEATED_END.sub("", "".join(self._parts)))
+            text = _REPEATED_END.sub("", "".join(self._parts))
+            self._writer.write(as_json(text, self._writer.types(self._key) or frozenset(("string",))))
 
 
 def _name(tag: str) -> str:

@@ -5,16 +5,13 @@ Llama 3 writes them without tags. `NamedCall` and `ListedCalls` parse answers to
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Sequence
 from typing import NamedTuple
 
-from bateleur.runner.serve.parsers.arguments import NO_KEY, ArgumentsWriter, Calls
 from bateleur.runner.serve.parsers.source import IncrementalParse, Source, skip_space
-from bateleur.runner.serve.parsers.tool_format import Function, ToolFormat
-from bateleur.runner.serve.parsers.values import unescaped
-from bateleur.runner.structured.formats import Format, json_of, tagged
+from bateleur.runner.serve.parsers.tool_format import NO_KEY, ArgumentsWriter, Calls, ToolFormat
+from bateleur.runner.serve.parsers.values import literal_as_json, unescaped
+from bateleur.runner.structured.formats import json_of
 
 _ARGUMENTS = ("arguments", "parameters", "args", "input")
 _NAMES = ("name", "function")
@@ -214,7 +211,7 @@ def read_value(source: Source, writer: ArgumentsWriter, key: str) -> Incremental
     if end == len(source.text) and source.cut:
         source.take(end)
         return False
-    writer.literal(key, source.take(end).strip())
+    writer.write(literal_as_json(source.take(end).strip(), types))
     return True
 
 
@@ -229,7 +226,7 @@ def _read_string(source: Source, writer: ArgumentsWriter) -> IncrementalParse[bo
         yield
     if source.text.startswith(quote * 2):  # Python's triple quotes
         quote += source.take(2)
-    writer.begin_text()
+    writer.write('"')
     while True:
         start, tag = writer.end_tags.first(source)
         if found := _IN_STRING[quote].match(source.text, 0, start):
@@ -240,12 +237,12 @@ def _read_string(source: Source, writer: ArgumentsWriter) -> IncrementalParse[bo
             ends = after == len(source.text) or (_ENDS_VALUE if at == after else _TAG).match(source.text, after)
             if ends or (yield from _begins_key(source, after, writer.next_key)):
                 source.take(len(quote))
-                writer.end_text()
+                writer.write('"')
                 return True
             writer.text(source.take(len(quote)))
         elif tag and not start:
             if (yield from skip_end_tags(source, 0, writer)) == len(source.text):
-                writer.end_text()
+                writer.write('"')
                 return True
             writer.text(source.take(len(tag)))
         elif source.final:
@@ -253,7 +250,7 @@ def _read_string(source: Source, writer: ArgumentsWriter) -> IncrementalParse[bo
             if source.cut:
                 return False
             writer.text(rest.removesuffix("\\"))
-            writer.end_text()
+            writer.write('"')
             return True
         elif 0 < start < len(source.text):  # a tag may follow an escape, such as \ud83d
             writer.text(unescaped(source.take(6 if _HIGH_ESCAPE.match(source.text, 0, start) else 1)))
@@ -346,18 +343,11 @@ class Llama3Json(ToolFormat):
     START_TAGS = ("<|python_tag|>",)
     BARE_STARTS = "{["
     SEPARATOR = "; "
+    CALL = ('{"name": "{name}", "parameters": ', json_of, "}")
 
     def read(self, source: Source, calls: Calls) -> IncrementalParse[bool]:
         """Parse and consume the calls at the start of the text; see `ToolFormat.read`."""
         return (yield from read_calls(source, len(self.start_tag_of(source)), calls))
-
-    @classmethod
-    def call_tags(cls, functions: Sequence[Function], *, once: bool) -> list[Format]:
-        """Build the grammars of calls, which have no start tag; see `ToolFormat.call_tags`."""
-        return [
-            tagged(f'{{"name": {json.dumps(each.name)}, "parameters": ', json_of(each.schema), "}")
-            for each in functions
-        ]
 
 
 _BEGUN = re.compile(r'\{\s*"name"\s*:\s*"([^"]*)$')

@@ -7,13 +7,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 
-from bateleur.runner.serve.parsers.arguments import Calls
 from bateleur.runner.serve.parsers.json_calls import read_object
 from bateleur.runner.serve.parsers.source import IncrementalParse, Source, skip_space, take_tags
-from bateleur.runner.serve.parsers.tool_format import Function, ToolFormat
-from bateleur.runner.structured.formats import Format, const, json_of, listed, pattern, sequence, tagged
+from bateleur.runner.serve.parsers.tool_format import Calls, ToolFormat
+from bateleur.runner.structured.formats import const, json_of, pattern, sequence
 
 _SECTION, _CALL = "<|tool_calls_section_begin|>", "<|tool_call_begin|>"
 _ARGUMENTS, _END, _END_SECTION = ("<|tool_call_argument_begin|>", "<|tool_call_end|>", "<|tool_calls_section_end|>")
@@ -28,6 +26,12 @@ class KimiK2(ToolFormat):
     START_TAGS = (_SECTION, _CALL)
     END_TAGS = (_END, _END_SECTION)
     INNER_TAGS = (_ARGUMENTS,)
+    CALL = (
+        f"{_CALL}functions.{{name}}:",
+        lambda schema: sequence(pattern("[0-9]{1,3}"), const(_ARGUMENTS), json_of(schema)),
+        _END,
+    )
+    LIST = (_SECTION, "", _END_SECTION)
 
     def read(self, source: Source, calls: Calls) -> IncrementalParse[bool]:
         """Parse and consume the calls at the start of the text; see `ToolFormat.read`."""
@@ -58,12 +62,3 @@ class KimiK2(ToolFormat):
                 writer.close()
             yield from take_tags(source, self.end_tags)
             at = 0
-
-    @classmethod
-    def call_tags(cls, functions: Sequence[Function], *, once: bool) -> list[Format]:
-        """Build the grammars of calls of these functions; see `ToolFormat.call_tags`."""
-        calls = []
-        for each in functions:
-            arguments = sequence(pattern("[0-9]{1,3}"), const(_ARGUMENTS), json_of(each.schema))
-            calls.append(tagged(f"{_CALL}functions.{each.name}:", arguments, _END))
-        return [tagged(_SECTION, listed(calls, "", once=once), _END_SECTION)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,9 +11,9 @@ from bateleur.runner.serve.parsers.hermes import Granite, Hermes, Qwen3Coder
 from bateleur.runner.serve.parsers.json_calls import Llama3Json
 from bateleur.runner.serve.parsers.kimi_k2 import KimiK2
 from bateleur.runner.serve.parsers.pythonic import Lfm2, Olmo3
-from bateleur.runner.serve.parsers.reasoning import Think
+from bateleur.runner.serve.parsers.reasoning import THINK_END
 from bateleur.runner.serve.parsers.tool_format import ToolFormat
-from bateleur.runner.utils.arguments import OneOf, flag, maybe, refuse, text
+from bateleur.runner.utils.arguments import Check, OneOf, flag, mapping, maybe, refuse, text
 from bateleur.runner.utils.options import Checked, option
 
 AUTO, NONE = "auto", "none"
@@ -27,28 +27,17 @@ TOOL_PARSERS: dict[str, type[ToolFormat]] = {
     "qwen3_coder": Qwen3Coder,
 }
 """Tool parsers by vLLM's names."""
-TOOL_PARSER_ALIASES = {
-    alias: name
-    for name, aliases in {
-        "qwen3_coder": "qwen3_xml qwen3_5 nemotron_v3 nano_v3 super_v3",
-        "hermes": "granite4 qwen qwen25 falcon_h1",
-        "kimi_k2": "kimi_linear",
-        "llama3_json": "llama4_json",
-    }.items()
-    for alias in aliases.split()
+_TOOL_PARSER_ALIASES = {
+    "qwen3_coder": "qwen3_xml qwen3_5 nemotron_v3 nano_v3 super_v3",
+    "hermes": "granite4 qwen qwen25 falcon_h1",
+    "kimi_k2": "kimi_linear",
+    "llama3_json": "llama4_json",
 }
-"""Other names of tool parsers in vLLM and SGLang."""
-REASONING_PARSERS: dict[str, type[Think]] = {"think": Think}
-"""Reasoning parsers by name."""
-REASONING_PARSER_ALIASES = {
-    alias: name
-    for name, aliases in {
-        "think": "qwen3 qwen3-thinking deepseek_r1 deepseek-r1 nemotron_v3 nemotron_3 nano_v3 super_v3 olmo3 "
-        "kimi_k2 kimi_linear lfm2 glm45 holo2 granite4"
-    }.items()
-    for alias in aliases.split()
+_REASONING_PARSER_ALIASES = {
+    "think": "qwen3 qwen3-thinking deepseek_r1 deepseek-r1 nemotron_v3 nemotron_3 nano_v3 super_v3 olmo3 kimi_k2 "
+    "kimi_linear lfm2 glm45 holo2 granite4"
 }
-"""Other names of reasoning parsers in vLLM and SGLang."""
+"""Other names of parsers in vLLM and SGLang."""
 _CALLS_IN_TEMPLATE = (
     ("<|tool_calls_section_begin|>", "kimi_k2"),
     ("<|tool_call_start|>", "lfm2"),
@@ -70,15 +59,13 @@ def tool_parser_of(template: str, tags: Collection[str]) -> str | None:
     """
     if "tools" not in template:
         return None
-    found = next((name for mark, name in _CALLS_IN_TEMPLATE if mark in template), None)
-    if found is None and "<|tool_call_start|>" in tags:
-        return "lfm2"
-    return found
+    default = "lfm2" if "<|tool_call_start|>" in tags else None
+    return next((name for mark, name in _CALLS_IN_TEMPLATE if mark in template), default)
 
 
 def reasoning_parser_of(template: str, tags: Collection[str]) -> str | None:
     """Return the reasoning parser for a chat template and tokenizer tags, or None."""
-    return "think" if Think.END in template or Think.END in tags else None
+    return "think" if THINK_END in template or THINK_END in tags else None
 
 
 def template_text(template: Any) -> str:
@@ -98,19 +85,18 @@ def _template(name: str, value: Any) -> str:
         refuse(name, value, f"a template with {{{{ or {{%, or a template file ({error})")
 
 
-def _names(name: str, value: Any) -> dict[str, Any]:
-    if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
-        refuse(name, value, "an object with arguments of the chat template")
-    return dict(value)
+def _template_arguments(name: str, value: Any) -> dict[str, Any]:
+    return mapping(name, value, "an object with arguments of the chat template")
 
 
-def _parser(parsers: Collection[str], aliases: Mapping[str, str]) -> Callable[[str, Any], str]:
+def _parser(names: Collection[str], aliases: Mapping[str, str]) -> Check:
     """Return a check of a parser name, which resolves aliases. A value of None means `none`."""
-    check = OneOf((AUTO, NONE, *parsers, *aliases))
+    names_of = {alias: name for name, others in aliases.items() for alias in others.split()}
+    check = OneOf((AUTO, NONE, *names, *names_of))
 
     def checked(name: str, value: Any) -> str:
         spelled: str = NONE if value is None else check(name, value)
-        return aliases.get(spelled, spelled)
+        return names_of.get(spelled, spelled)
 
     return checked
 
@@ -121,12 +107,12 @@ class ParserOptions(Checked):
 
     chat_template: str | None = option(None, maybe(_template))
     """Jinja chat template, or a file with one (default: the checkpoint's)."""
-    default_chat_template_kwargs: Mapping[str, Any] | None = option(None, maybe(_names), hashed=False)
+    default_chat_template_kwargs: Mapping[str, Any] | None = option(None, maybe(_template_arguments), hashed=False)
     """Default arguments of the chat template, such as {"enable_thinking": false}."""
-    tool_call_parser: str = option(AUTO, _parser(TOOL_PARSERS, TOOL_PARSER_ALIASES))
+    tool_call_parser: str = option(AUTO, _parser(TOOL_PARSERS, _TOOL_PARSER_ALIASES))
     """Parser of tool calls: granite, hermes, kimi_k2, lfm2, llama3_json, olmo3, qwen3_coder, none, or auto, which
     selects by the chat template (default: auto)."""
-    reasoning_parser: str = option(AUTO, _parser(REASONING_PARSERS, REASONING_PARSER_ALIASES))
+    reasoning_parser: str = option(AUTO, _parser(("think",), _REASONING_PARSER_ALIASES))
     """Parser of reasoning: think for <think> tags, none to leave the reasoning in the content, or auto, which
     selects by the chat template (default: auto)."""
     enable_auto_tool_choice: bool = option(True, flag)

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from typing import ClassVar
 
-from bateleur.runner.serve.parsers.arguments import ArgumentsWriter, Calls
 from bateleur.runner.serve.parsers.json_calls import MAY_KEYWORD, read_calls, read_value, skip_end_tags
 from bateleur.runner.serve.parsers.source import IncrementalParse, Source, skip_space, take_tags
-from bateleur.runner.serve.parsers.tool_format import Function, ToolFormat
-from bateleur.runner.structured.formats import Format, listed, tagged
+from bateleur.runner.serve.parsers.tool_format import ArgumentsWriter, Calls, ToolFormat
 
 _CALL = re.compile(r"([A-Za-z_][\w.-]{0,200})\s*\(")
 _MAY_CALL = re.compile(r"[A-Za-z_][\w.-]{0,200}\s*$")
@@ -20,17 +16,7 @@ _KEYWORD = re.compile(r"([A-Za-z_]\w{0,200})\s*=(?!=)\s*")
 class Pythonic(ToolFormat):
     """Tool calls as Python calls with keyword arguments, or as JSON objects, between tags."""
 
-    DELIMITERS: ClassVar[tuple[str, str, str]]
-    """Text before, between and after calls, inside of the tags."""
-
-    @classmethod
-    def call_tags(cls, functions: Sequence[Function], *, once: bool) -> list[Format]:
-        """Build the grammars of calls of these functions; see `ToolFormat.call_tags`."""
-        calls = [
-            tagged(f"{each.name}(", {"type": "python_arguments", "json_schema": each.schema}, ")") for each in functions
-        ]
-        before, between, after = cls.DELIMITERS
-        return [tagged(cls.START_TAGS[0] + before, listed(calls, between, once=once), after + cls.END_TAGS[0])]
+    CALL = ("{name}(", lambda schema: {"type": "python_arguments", "json_schema": schema}, ")")
 
     def read(self, source: Source, calls: Calls) -> IncrementalParse[bool]:
         """Parse and consume the calls at the start of the text; see `ToolFormat.read`."""
@@ -53,7 +39,7 @@ class Lfm2(Pythonic):
 
     START_TAGS = ("<|tool_call_start|>",)
     END_TAGS = ("<|tool_call_end|>",)
-    DELIMITERS = ("[", ", ", "]")
+    LIST = ("<|tool_call_start|>[", ", ", "]<|tool_call_end|>")
 
 
 class Olmo3(Pythonic):
@@ -61,7 +47,7 @@ class Olmo3(Pythonic):
 
     START_TAGS = ("<function_calls>",)
     END_TAGS = ("</function_calls>",)
-    DELIMITERS = ("\n", "\n", "\n")
+    LIST = ("<function_calls>\n", "\n", "\n</function_calls>")
 
 
 def _read_functions(source: Source, at: int, calls: Calls) -> IncrementalParse[bool]:

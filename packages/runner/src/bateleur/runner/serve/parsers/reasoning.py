@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import ClassVar, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 from bateleur.runner.serve.parsers.tool_format import Function, ToolFormat
 from bateleur.runner.structured.formats import (
@@ -22,21 +21,12 @@ from bateleur.runner.structured.formats import (
 )
 from bateleur.runner.structured_outputs import StructuredOutputsParams
 
+THINK, THINK_END = "<think>", "</think>"
+"""Tags around the reasoning, at the start of an answer."""
 ReasoningPhase: TypeAlias = Literal["none", "possible", "opened"]
 """Reasoning of an answer: none, possible at its start, or opened by the prompt."""
 _SPACE = pattern(r"[ \t\r\n]{0,8}")
 """White space after the reasoning. Without a limit, a weak model may write nothing else."""
-
-
-@dataclass(frozen=True, slots=True)
-class Think:
-    """Format of reasoning between <think> and </think> at the start of an answer. opened: the prompt has begun it."""
-
-    BEGIN: ClassVar[str] = "<think>"
-    END: ClassVar[str] = "</think>"
-
-    opened: bool = False
-    """Whether the prompt opens the reasoning, so that the answer starts inside of it."""
 
 
 def answer_grammar(
@@ -67,8 +57,9 @@ def answer_grammar(
 
 def _after_reasoning(reasoning: ReasoningPhase, answer: Format) -> Format:
     """Build the format of reasoning followed by an answer."""
-    begin = "" if reasoning == "opened" else Think.BEGIN
-    thought = tagged(begin, {"type": "any_text"}, Think.END)
+    if reasoning == "none":
+        return answer
+    thought = tagged("" if reasoning == "opened" else THINK, {"type": "any_text"}, THINK_END)
     after = sequence(thought, _SPACE, answer)
     return after if reasoning == "opened" else either(answer, after)
 
@@ -82,8 +73,7 @@ def _calls_in_text(
         return triggered(tags, tools.triggers(functions))
     barred = "".join(f"\\{each}" for each in tools.BARE_STARTS)
     text = pattern(rf"(\s*[^\s{barred}](?s:.*))?")
-    found = either(listed(tags, tools.SEPARATOR, once=once), text)
-    return found if reasoning == "none" else _after_reasoning(reasoning, found)
+    return _after_reasoning(reasoning, either(listed(tags, tools.SEPARATOR, once=once), text))
 
 
 def _calls_or_answer(
@@ -92,16 +82,12 @@ def _calls_or_answer(
     """Build the format of reasoning followed by calls or an answer. Calls may follow reasoning without an end tag."""
     tags = tools.call_tags(functions, once=once)
     body = either(listed(tags, tools.SEPARATOR, once=once), answer)
-    if reasoning == "none":
-        return body
-    if tools.BARE_STARTS:
+    if reasoning == "none" or tools.BARE_STARTS:
         return _after_reasoning(reasoning, body)
-    closed = sequence(tagged("", triggered(tags, tools.triggers(functions)), Think.END), _SPACE, body)
-    unclosed = up_to_tag(tags, tools.triggers(functions), [Think.END])
+    closed = sequence(tagged("", triggered(tags, tools.triggers(functions)), THINK_END), _SPACE, body)
+    unclosed = up_to_tag(tags, tools.triggers(functions), [THINK_END])
     opened = either(closed, unclosed)
-    if reasoning == "opened":
-        return opened
-    return either(body, sequence(const(Think.BEGIN), opened))
+    return opened if reasoning == "opened" else either(body, sequence(const(THINK), opened))
 
 
 def _answer_format(params: StructuredOutputsParams) -> Format:

@@ -9,6 +9,7 @@ from math import isfinite
 from typing import Any, NoReturn
 
 from bateleur.runner.serve.openai.schema_types import standard_type
+from bateleur.runner.structured.structural_tag import at_pointer
 
 _DEEPEST = 16
 """Maximum depth of nested schemas that are searched for types."""
@@ -52,21 +53,13 @@ def _collect(part: Any, root: Mapping[str, Any], found: set[str], depth: int) ->
     for name in ("anyOf", "oneOf", "allOf"):
         for each in part[name] if isinstance(part.get(name), list) else ():
             _collect(each, root, found, depth + 1)
-    if isinstance(part.get("enum"), list) and given is None:
-        found.update(_KINDS[type(each)] for each in part["enum"] if type(each) in _KINDS)
-    if "const" in part and type(part["const"]) in _KINDS:
-        found.add(_KINDS[type(part["const"])])
+    values = part["enum"] if isinstance(part.get("enum"), list) and given is None else []
+    values = [*values, *([part["const"]] if "const" in part else ())]
+    found.update(_KINDS[type(each)] for each in values if type(each) in _KINDS)
     if part.get("nullable") is True:
         found.add("null")
     if isinstance(part.get("$ref"), str):
-        _collect(_at(root, part["$ref"]), root, found, depth + 1)
-
-
-def _at(root: Any, pointer: str) -> Any:
-    """Return the part of a schema at a JSON pointer such as #/$defs/City."""
-    for step in pointer.removeprefix("#/").split("/"):
-        root = root.get(step) if isinstance(root, Mapping) else None
-    return root
+        _collect(at_pointer(root, part["$ref"]), root, found, depth + 1)
 
 
 def as_json(text: str, types: frozenset[str]) -> str:
