@@ -75,7 +75,7 @@ def asked(llm: LLM, name: str, parser: str = "hermes", **body: Any) -> tuple[Pre
         reasons = {}
     message = {"role": "user", "content": name}
     request = chat_request({"messages": [message], "temperature": 1, "seed": 7, **reasons, **body}, {})
-    (prompt,) = request.prompts_for(llm.tokenizer)
+    prompt = request.prompt_for(llm.tokenizer)
     options = ParserOptions(tool_call_parser=parser, reasoning_parser="think")
     turn = ChatFormat(options, llm.tokenizer).prepare(request, prompt)
     return turn, list(prompt["prompt_token_ids"])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,14 +11,17 @@ import pytest
 from bateleur.runner.outputs import CompletionOutput, Logprob, RequestOutput, RequestTimes
 from bateleur.runner.serve.openai.logprobs import chat_logprobs, completion_logprobs
 from bateleur.runner.serve.openai.replies import (
+    Usage,
     chat_reply,
     completion_choice,
     completion_reply,
     error_body,
+    reply_head,
     request_metrics,
 )
-from bateleur.runner.serve.openai.requests import chat_request, completion_request
+from bateleur.runner.serve.openai.requests import ChatRequest, chat_request, completion_request
 from bateleur.runner.serve.openai.tools import NamedTool, forced_schema, tool_choice
+from bateleur.runner.serve.parsers.events import Arguments, Content, End, Event, ToolCall
 from bateleur.runner.utils.log_once import _logged
 
 HELLO = [{"role": "user", "content": "hello"}]
@@ -33,13 +38,22 @@ class Decode:
         return chr(token)
 
 
-decode = Decode()
+decode: Any = Decode()
+HEAD, CHAT = (reply_head("i", kind, "m") for kind in ("text_completion", "chat.completion"))
 
 
 def output(text: str = "ab", logprobs: Any = None, **more: Any) -> RequestOutput:
     completion = CompletionOutput(0, text, [*map(ord, text)], None, logprobs, "stop", None)
     known = {"request_id": "r", "prompt": "xy", "prompt_token_ids": [120, 121], "finished": True}
     return RequestOutput(**known, outputs=[completion], num_cached_tokens=1, cache_miss="", num_preemptions=0, **more)
+
+
+def replied(asked: ChatRequest, whole: RequestOutput, events: Sequence[Event] = ()) -> dict[str, Any]:
+    """The reply of a chat, all text of which is content unless events are given."""
+    usage = Usage()
+    usage.count(whole)
+    text = [[Content(each.text), End("stop", None)] for each in whole.outputs]
+    return chat_reply(asked, whole, [events] if events else text, CHAT, usage, decode)
 
 
 @pytest.mark.parametrize(
@@ -102,7 +116,7 @@ def test_a_wrong_body_is_refused_by_field(body: Any, message: str) -> None:
 def test_an_echo_without_tokens_draws_one_and_leaves_it_out() -> None:
     asked = completion_request({"prompt": "xy", "echo": True, "max_tokens": 0}, {})
     assert asked.params.max_tokens == 1
-    reply = completion_reply(asked, [output()], reply_id="i", model="m", created=1, decode=decode)
+    reply = completion_reply(asked, [output()], HEAD, decode)
     assert (reply["choices"][0]["text"], reply["choices"][0]["finish_reason"]) == ("xy", "length")
     assert reply["usage"]["completion_tokens"] == 0
 
@@ -297,19 +311,19 @@ def test_replies_are_openais() -> None:
     from openai.types.chat import ChatCompletion
 
     asked = completion_request({"prompt": "xy", "logprobs": 1, "return_token_ids": True}, {})
-    facts: dict[str, Any] = {"reply_id": "i", "model": "m", "created": 1, "decode": decode}
-    reply = completion_reply(asked, [output(logprobs=PLACES), output(logprobs=PLACES)], **facts)
+    outputs = [output(logprobs=PLACES), replace(output(logprobs=PLACES), request_id="s")]
+    reply = completion_reply(asked, outputs, HEAD, decode)
     read = Completion.model_validate(reply)
     assert [choice.index for choice in read.choices] == [0, 1]
     assert read.usage is not None
     assert (read.usage.prompt_tokens, read.usage.completion_tokens) == (4, 4)
     assert reply["usage"]["prompt_tokens_details"]["cached_tokens"] == 2
     chat = chat_request({"messages": HELLO, "logprobs": True, "top_logprobs": 1}, {})
-    said = ChatCompletion.model_validate(chat_reply(chat, output(logprobs=PLACES), **facts))
+    said = ChatCompletion.model_validate(replied(chat, output(logprobs=PLACES)))
     assert said.choices[0].message.content == "ab"
     assert said.choices[0].finish_reason == "stop"
-    calls = [{"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}]
-    called = chat_reply(chat, output(logprobs=PLACES), **facts, message=lambda _: {"tool_calls": calls})
+    calls = [ToolCall(0, "1", "f"), Arguments(0, "{}"), End("tool_calls", None)]
+    called = replied(chat, output(logprobs=PLACES), calls)
     assert ChatCompletion.model_validate(called).choices[0].finish_reason == "tool_calls"
 
 
@@ -317,27 +331,27 @@ def test_prompt_logprobs_are_reported_if_requested() -> None:
     known = {"prompt_logprobs": [None, {121: Logprob(-3.0, 5, "y")}]}
     asked = completion_request({"prompt": "xy", "prompt_logprobs": 0}, {})
     whole = output("a", **known)
-    choice = completion_choice(asked, whole, whole.outputs[0], 0, decode=decode)
+    choice = completion_choice(asked, whole, whole.outputs[0], 0, decode)
     place = {"121": {"logprob": -3.0, "rank": 5, "decoded_token": "y"}}
     assert choice["prompt_logprobs"] == [None, place]
-    assert "prompt_logprobs" not in completion_choice(asked, whole, whole.outputs[0], 0, decode=decode, first=False)
+    assert "prompt_logprobs" not in completion_choice(asked, whole, whole.outputs[0], 0, decode, first=False)
     echoing = completion_request({"prompt": "xy", "echo": True, "logprobs": 0}, {})
     assert echoing.params.prompt_logprobs == 0
     whole.outputs[0].logprobs = PLACES[:1]
-    choice = completion_choice(echoing, whole, whole.outputs[0], 0, decode=decode)
+    choice = completion_choice(echoing, whole, whole.outputs[0], 0, decode)
     assert choice["logprobs"]["tokens"] == ["x", "y", "a"]
     assert choice["logprobs"]["token_logprobs"] == [None, -3.0, -1.0]
     assert choice["prompt_logprobs"] is None
     chat = chat_request({"messages": HELLO, "prompt_logprobs": 0}, {})
-    told = chat_reply(chat, whole, reply_id="i", model="m", created=1, decode=decode)
+    told = replied(chat, whole)
     assert told["prompt_logprobs"] == [None, place]
 
 
 def test_a_chunk_tells_what_is_new() -> None:
     asked = completion_request({"prompt": "xy", "echo": True, "return_token_ids": True}, {})
     whole = output("a")
-    first = completion_choice(asked, whole, whole.outputs[0], 0, decode=decode)
-    later = completion_choice(asked, whole, whole.outputs[0], 0, decode=decode, first=False, offset=3)
+    first = completion_choice(asked, whole, whole.outputs[0], 0, decode)
+    later = completion_choice(asked, whole, whole.outputs[0], 0, decode, first=False, offset=3)
     assert (first["text"], later["text"]) == ("xya", "a")
     assert first["prompt_token_texts"] == ["x", "y"]
     assert "prompt_token_ids" not in later
@@ -384,18 +398,16 @@ def test_tokens_as_token_ids() -> None:
     first, _ = chat_logprobs([97, 98], PLACES, 1, as_ids=True)["content"]
     assert (first["token"], first["bytes"], first["top_logprobs"][0]["token"]) == ("token_id:97", [97], "token_id:98")
     asked = chat_request({"messages": HELLO, "logprobs": True, "return_tokens_as_token_ids": True}, {})
-    facts: dict[str, Any] = {"reply_id": "i", "model": "m", "created": 1, "decode": decode}
-    reply = chat_reply(asked, output(logprobs=PLACES), **facts)
+    reply = replied(asked, output(logprobs=PLACES))
     assert reply["choices"][0]["logprobs"]["content"][0]["token"] == "token_id:97"
 
 
 def test_fields_without_a_value_are_null() -> None:
-    facts: dict[str, Any] = {"reply_id": "i", "model": "m", "created": 1, "decode": decode}
-    reply = chat_reply(chat_request({"messages": HELLO}, {}), output(), **facts)
+    reply = replied(chat_request({"messages": HELLO}, {}), output())
     assert [reply[name] for name in ("prompt_logprobs", "prompt_token_ids")] == [None, None]
     message = reply["choices"][0]["message"]
     assert [message[name] for name in ("refusal", "reasoning", "reasoning_content")] == [None] * 3
-    choice = completion_reply(completion_request({"prompt": "x"}, {}), [output()], **facts)["choices"][0]
+    choice = completion_reply(completion_request({"prompt": "x"}, {}), [output()], HEAD, decode)["choices"][0]
     assert [choice[name] for name in ("prompt_logprobs", "prompt_token_ids")] == [None, None]
 
 

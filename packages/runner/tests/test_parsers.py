@@ -15,20 +15,12 @@ from hypothesis import strategies as st
 
 from bateleur.runner.outputs import CompletionOutput, TextTag
 from bateleur.runner.sampling_params import SamplingParams
+from bateleur.runner.serve.openai.replies import chat_delta, chat_message
 from bateleur.runner.serve.openai.requests import ChatRequest
 from bateleur.runner.serve.openai.tools import NamedTool
 from bateleur.runner.serve.parsers.answer import AnswerParser
 from bateleur.runner.serve.parsers.chat_format import ChatFormat
-from bateleur.runner.serve.parsers.events import (
-    Arguments,
-    Content,
-    Event,
-    Reasoning,
-    ToolCall,
-    chat_delta,
-    chat_message,
-    merged,
-)
+from bateleur.runner.serve.parsers.events import Arguments, Content, Event, Reasoning, ToolCall, merged
 from bateleur.runner.serve.parsers.hermes import Granite, Hermes, Qwen3Coder
 from bateleur.runner.serve.parsers.json_calls import ListedCalls, Llama3Json, NamedCall
 from bateleur.runner.serve.parsers.kimi_k2 import KimiK2

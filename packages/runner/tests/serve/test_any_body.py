@@ -132,7 +132,7 @@ def test_a_body_is_read_or_refused(api: str, scripted_engine: AsyncLLM) -> None:
     num_read, refused = 0, list[str]()
     for each in changed(body):
         try:
-            chat_request(read(copy.deepcopy(each)), {}).prompts_for(tokenizer)
+            chat_request(read(copy.deepcopy(each)), {}).prompt_for(tokenizer)
             num_read += 1
         except ValueError as error:
             refused.append(str(error))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,10 +11,9 @@ from typing import Any
 from bateleur.runner.outputs import CompletionOutput, Logprob, RequestOutput
 from bateleur.runner.sampling_params import SamplingParams
 from bateleur.runner.serve.config import require_served
-from bateleur.runner.serve.openai.replies import chat_reply, completion_reply, error_body
+from bateleur.runner.serve.openai.replies import Usage, chat_reply, completion_reply, error_body, reply_head
 from bateleur.runner.serve.openai.requests import ChatRequest, CompletionRequest, chat_request, completion_request
 from bateleur.runner.serve.parsers.chat_format import ChatFormat, PreparedChat, with_options
-from bateleur.runner.serve.parsers.events import chat_message
 from bateleur.runner.serve.parsers.options import ParserOptions
 from bateleur.runner.text.chat import ChatPrompt
 from bateleur.runner.text.token_bytes import TokenText
@@ -75,7 +73,8 @@ class NativeFormat:
 
     def engine_inputs(self, request: ApiRequest, tokenizer: Tokenizer) -> list[tuple[Any, SamplingParams]]:
         """Return the prompts, each with its sampling parameters. Raises ValueError if one is invalid."""
-        return [(prompt, request.params) for prompt in request.prompts_for(tokenizer)]
+        assert isinstance(request, CompletionRequest), "`parse` returns it"
+        return [(prompt, request.params) for prompt in request.prompts]
 
     def result(
         self, request: LineRequest, outputs: Sequence[RequestOutput], error: str | None, tokenizer: Tokenizer
@@ -175,8 +174,8 @@ class OpenAIBatchFormat:
         A chat is rendered by the chat template, and gets the grammar that its tools need.
         """
         if not isinstance(request, ChatRequest):
-            return [(prompt, request.params) for prompt in request.prompts_for(tokenizer)]
-        (prompt,) = request.prompts_for(tokenizer)
+            return [(prompt, request.params) for prompt in request.prompts]
+        prompt = request.prompt_for(tokenizer)
         return [(prompt, self._turn(request, prompt, tokenizer).params)]
 
     def _turn(self, request: ChatRequest, prompt: ChatPrompt, tokenizer: Tokenizer) -> PreparedChat:
@@ -195,16 +194,16 @@ class OpenAIBatchFormat:
         assert request.api_request is not None
         asked = request.api_request.model
         name = asked if asked in self._adapters else self._names[0]
-        common: dict[str, Any] = {"model": name, "created": int(time.time()), "decode": self._token_text}
         if isinstance(request.api_request, ChatRequest):
             chat, (output,) = request.api_request, outputs
             prompt = ChatPrompt(prompt=output.prompt or "", prompt_token_ids=output.prompt_token_ids)
             turn = self._turn(chat, prompt, tokenizer)
-            common["message"] = lambda each: chat_message(turn.reader().read(each))
-            reply = chat_reply(chat, output, reply_id=f"chatcmpl-{request.digest}", **common)
-        else:
-            reply = completion_reply(request.api_request, outputs, reply_id=f"cmpl-{request.digest}", **common)
-        return _response(request, 200, reply)
+            usage, events = Usage(), [turn.reader().read(each) for each in output.outputs]
+            usage.count(output)
+            head = reply_head(f"chatcmpl-{request.digest}", "chat.completion", name)
+            return _response(request, 200, chat_reply(chat, output, events, head, usage, self._token_text))
+        head = reply_head(f"cmpl-{request.digest}", "text_completion", name)
+        return _response(request, 200, completion_reply(request.api_request, outputs, head, self._token_text))
 
     def error_result(self, request: LineRequest, message: str) -> dict[str, Any]:
         """Return the server's error response, with code `invalid_line` if the line has no valid custom_id."""

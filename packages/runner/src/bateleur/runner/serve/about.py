@@ -1,23 +1,38 @@
-"""Endpoints about the server: models, health, version, metrics and the web page."""
+"""Endpoints about the server: models, LoRA adapters, health, version, metrics and the web page."""
 
 from __future__ import annotations
 
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, Literal
 
 from fastapi import APIRouter, Request
-from fastapi.responses import HTMLResponse, Response
+from fastapi.responses import HTMLResponse, PlainTextResponse, Response
 from fastapi.routing import APIRoute
+from pydantic import BaseModel
 
 from bateleur.runner.serve import metrics, page
-from bateleur.runner.serve.errors import http_error
+from bateleur.runner.serve.body import openapi_model, read_json_object, validate
+from bateleur.runner.serve.errors import http_error, http_errors
 from bateleur.runner.serve.json_text import JSONText
 from bateleur.runner.serve.service import Service
 from bateleur.runner.utils.version import package_version
 
 
+class UnloadBody(BaseModel):
+    """Body of a request to unload a LoRA adapter."""
+
+    lora_name: str
+
+
+class LoadBody(UnloadBody):
+    """Body of a request to load a LoRA adapter."""
+
+    lora_path: str
+    load_inplace: Literal[False] = False
+
+
 def router(service: Service) -> APIRouter:
-    """Create the routes `/`, `/v1/models`, `/health`, `/ping`, `/version` and `/metrics`."""
+    """Create the routes `/`, `/v1/models`, `/health`, `/ping`, `/version` and `/metrics`, and those of adapters."""
     routes = APIRouter()
 
     @routes.get("/v1/models")
@@ -54,11 +69,34 @@ def router(service: Service) -> APIRouter:
         policy = {"Content-Security-Policy": page.content_security_policy(), "X-Content-Type-Options": "nosniff"}
         return HTMLResponse(page.html(), headers=policy)
 
+    _add_adapters(routes, service)
     for route in list(routes.routes):
         if isinstance(route, APIRoute) and route.methods is not None and "GET" in route.methods:
             # HTTP requires HEAD wherever GET works, and health checks use it.
             routes.add_api_route(route.path, route.endpoint, methods=["HEAD"], include_in_schema=False)
     return routes
+
+
+def _add_adapters(routes: APIRouter, service: Service) -> None:
+    """Add the routes that load and unload LoRA adapters; the paths are vLLM's."""
+
+    @routes.post("/v1/load_lora_adapter", openapi_extra=openapi_model(LoadBody))
+    async def load(request: Request) -> Response:
+        """Load a LoRA adapter from a folder of the server; requests choose it by its name as `model`."""
+        value = await read_json_object(request, service.config)
+        with http_errors():
+            body = validate(LoadBody, value)
+            await service.load_adapter(body.lora_name, body.lora_path)
+        return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
+
+    @routes.post("/v1/unload_lora_adapter", openapi_extra=openapi_model(UnloadBody))
+    async def unload(request: Request) -> Response:
+        """Unload a LoRA adapter that no unfinished request uses."""
+        value = await read_json_object(request, service.config)
+        with http_errors():
+            body = validate(UnloadBody, value)
+            await service.unload_adapter(body.lora_name)
+        return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
 
 
 def _model(service: Service, name: str) -> dict[str, Any]:

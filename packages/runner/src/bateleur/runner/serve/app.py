@@ -5,10 +5,11 @@ from __future__ import annotations
 from fastapi import FastAPI
 
 from bateleur.runner.async_llm import AsyncLLM
-from bateleur.runner.serve import about, adapters, chat, completions, tokens
+from bateleur.runner.serve import about, tokens
 from bateleur.runner.serve.config import ServeConfig
 from bateleur.runner.serve.messages import routes as messages
 from bateleur.runner.serve.middleware import add_middleware
+from bateleur.runner.serve.openai import routes as openai
 from bateleur.runner.serve.responses import routes as responses
 from bateleur.runner.serve.service import Service
 from bateleur.runner.utils.version import package_version
@@ -27,7 +28,7 @@ def build_app(llm: AsyncLLM, config: ServeConfig | None = None) -> FastAPI:
         redirect_slashes=False,
     )
     app.state.service = service
-    for endpoints in (about, adapters, chat, completions, messages, responses, tokens):
+    for endpoints in (about, openai, messages, responses, tokens):
         app.include_router(endpoints.router(service))
     add_middleware(app, service)
     return app

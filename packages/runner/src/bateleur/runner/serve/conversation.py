@@ -15,7 +15,7 @@ from bateleur.runner.serve.openai.replies import Usage
 from bateleur.runner.serve.openai.requests import ChatRequest
 from bateleur.runner.serve.openai.tools import is_strict
 from bateleur.runner.serve.parsers.chat_format import AnswerReader, PreparedChat, with_options
-from bateleur.runner.serve.parsers.events import Content, End, Event, Reasoning, ToolCall
+from bateleur.runner.serve.parsers.events import Content, Event, Reasoning, ToolCall
 from bateleur.runner.serve.service import Service, merge_outputs
 from bateleur.runner.serve.thinking_budget import ThinkingBudget
 from bateleur.runner.text.chat import ChatPrompt
@@ -28,11 +28,6 @@ class Report:
     output: RequestOutput
     completion: CompletionOutput
     events: list[Event]
-
-    @property
-    def finish_reason(self) -> str | None:
-        """Finish reason; None while the continuation is running."""
-        return next((each.finish_reason for each in self.events if isinstance(each, End)), None)
 
 
 class Answer:
@@ -108,9 +103,7 @@ async def render_prompt(service: Service, parsed: ChatRequest) -> tuple[ChatRequ
     parsed = with_options(parsed, service.config)
     with http_errors(parsed.names):
         too_long = service.exceeds_context(len(repr((parsed.messages, parsed.tools))))
-        (prompt,) = await service.llm.run_in_thread(
-            lambda: parsed.prompts_for(service.llm.llm.tokenizer), long=too_long
-        )
+        prompt = await service.llm.run_in_thread(lambda: parsed.prompt_for(service.llm.llm.tokenizer), long=too_long)
     return parsed, prompt
 
 

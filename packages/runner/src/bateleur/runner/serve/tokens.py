@@ -61,7 +61,7 @@ def _tokens(service: Service, parsed: dict[str, Any]) -> dict[str, Any]:
     else:
         chat = chat_request({name: parsed[name] for name in _CHAT_FIELDS if name in parsed}, {})
         chat = with_options(chat, service.config)
-        ids = chat.prompts_for(tokenizer)[0]["prompt_token_ids"]
+        ids = chat.prompt_for(tokenizer)["prompt_token_ids"]
     info_fields = {"count": len(ids), "max_model_len": service.llm.llm.limits.max_model_len, "tokens": list(ids)}
     strings = parsed.get("return_token_strs", False)
     return info_fields | {"token_strs": [service.decode([each]) for each in ids] if strings else None}

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from bateleur.runner.sampling_params import SamplingParams
-from bateleur.runner.utils.arguments import Check, Integer, flag, listed, refuse, shown, text
+from bateleur.runner.utils.arguments import Check, Integer, flag, listed, mapping, refuse, shown, text
 from bateleur.runner.utils.log_once import log_once
 from bateleur.runner.utils.options import options_of
 from bateleur.runner.utils.vllm_names import SAMPLING, drop_unsupported, table
@@ -54,15 +54,6 @@ _ENGINE_ONLY = frozenset(("output_kind", "detokenize", "return_tags"))
 
 _INTEGERS = frozenset(each.name for each in options_of(SamplingParams) if each.type.startswith("int"))
 
-_PRIORITY = Integer(-(1 << 31), (1 << 31) - 1)
-
-
-def mapping(name: str, value: Any) -> dict[str, Any]:
-    """Return a JSON object as a dict. Raises ValueError for other values."""
-    if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
-        refuse(name, value, "an object")
-    return dict(value)
-
 
 def _name(name: str, value: Any) -> str:
     """Return a valid request id. It must be short, because every chunk contains it."""
@@ -93,7 +84,9 @@ class Field:
 COMMON: dict[str, Field] = {
     "model": Field(text, "Name of the model, see /v1/models; unknown names get HTTP 404.", "string"),
     "request_id": Field(_name, "Suffix of the reply's id.", "string"),
-    "priority": Field(_PRIORITY, "Lower values run first with --scheduling-policy priority.", "integer"),
+    "priority": Field(
+        Integer(-(1 << 31), (1 << 31) - 1), "Lower values run first with --scheduling-policy priority.", "integer"
+    ),
     "stream": Field(flag, "Send chunks as tokens are sampled.", "boolean"),
     "stream_options": Field(
         _stream_options, "include_usage: usage in the last chunk; continuous_usage_stats: in every chunk.", "object"
@@ -117,8 +110,11 @@ def split(
     given = {name: value for name, value in mapping("the body", body).items() if value is not None}
     given = drop_unsupported(REFUSED, given, keep=fields)
     sampling = {*sampling_names(), *SAMPLING} - fields.keys()
-    if unknown := given.keys() - fields.keys() - sampling - IGNORED.keys():
-        report_unknown(unknown, strict=strict)
+    unknown = sorted(given.keys() - fields.keys() - sampling - IGNORED.keys())
+    if unknown and strict:
+        raise ValueError(f"{listed(unknown)}: no such field is known here (--strict-fields)")
+    for name in unknown:
+        log_once(_log, f"field {shown(name)} of a request is unknown and was ignored; --strict-fields refuses it")
     own = {
         name: field.check(name, as_integer(given[name]) if field.kind == "integer" else given[name])
         for name, field in fields.items()
@@ -133,14 +129,6 @@ def split(
 def sampling_names() -> frozenset[str]:
     """Return the names of sampling parameters that a body may have."""
     return frozenset(SamplingParams.names()) - _ENGINE_ONLY
-
-
-def report_unknown(names: Iterable[str], *, strict: bool) -> None:
-    """Log each unknown field once. Raises ValueError instead if `strict`."""
-    if strict:
-        raise ValueError(f"{listed(names)}: no such field is known here (--strict-fields)")
-    for name in sorted(names):
-        log_once(_log, f"field {shown(name)} of a request is unknown and was ignored; --strict-fields refuses it")
 
 
 def as_integer(value: Any) -> Any:

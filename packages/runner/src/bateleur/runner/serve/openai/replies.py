@@ -2,24 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from bateleur.runner.outputs import CompletionOutput, Logprob, RequestOutput
 from bateleur.runner.serve.openai.logprobs import chat_logprobs, completion_logprobs, prompt_logprobs
 from bateleur.runner.serve.openai.requests import APIRequest, ChatRequest, CompletionRequest
-
-
-class Decode(Protocol):
-    """Interface of the decoder of token ids, which also decodes special tokens."""
-
-    def __call__(self, token_ids: list[int]) -> str:
-        """Decode tokens to text."""
-        ...
-
-    def name_of(self, token: int) -> str:
-        """Return the text of one token, or its bytes if it is a part of a character."""
-        ...
+from bateleur.runner.serve.parsers.events import Arguments, Content, End, Event, Reasoning, ToolCall
+from bateleur.runner.text.token_bytes import TokenText
 
 
 def error_body(
@@ -29,35 +20,23 @@ def error_body(
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
-def usage(outputs: Sequence[RequestOutput], *, only_prompt: bool = False) -> dict[str, Any]:
-    """Return `usage` of a reply from its final outputs. only_prompt: do not count completion tokens."""
-    read = sum(len(output.prompt_token_ids) for output in outputs)
-    written = sum(len(each.token_ids) for output in outputs for each in output.outputs) * (not only_prompt)
-    cached = sum(output.num_cached_tokens for output in outputs)
-    return _usage_fields(read, written, cached)
+def reply_head(reply_id: str, kind: str, model: str) -> dict[str, Any]:
+    """Return the first fields of a reply, or of every chunk. kind: value of `object`."""
+    return {"id": reply_id, "object": kind, "created": int(time.time()), "model": model}
 
 
 def completion_reply(
-    parsed: CompletionRequest,
-    outputs: Sequence[RequestOutput],
-    *,
-    reply_id: str,
-    model: str,
-    created: int,
-    decode: Decode,
+    parsed: CompletionRequest, outputs: Sequence[RequestOutput], head: Mapping[str, Any], decode: TokenText
 ) -> dict[str, Any]:
-    """Return the reply to a body of `/v1/completions`.
-
-    outputs: final outputs in the order of the prompts. created: seconds since 1970.
-    """
+    """Return the reply to a body of `/v1/completions`. outputs: final outputs in the order of the prompts."""
     ended = [(output, each) for output in outputs for each in output.outputs]
+    usage = Usage()
+    for output in outputs:
+        usage.count(output, only_prompt=parsed.only_prompt)
     return {
-        "id": reply_id,
-        "object": "text_completion",
-        "created": created,
-        "model": model,
-        "choices": [completion_choice(parsed, *pair, i, decode=decode) for i, pair in enumerate(ended)],
-        "usage": usage(outputs, only_prompt=parsed.only_prompt),
+        **head,
+        "choices": [completion_choice(parsed, *pair, i, decode) for i, pair in enumerate(ended)],
+        "usage": usage.as_dict(),
         "metrics": request_metrics(outputs[0]) if len(outputs) == 1 else None,
     }
 
@@ -67,15 +46,15 @@ def completion_choice(
     output: RequestOutput,
     completion: CompletionOutput,
     index: int,
+    decode: TokenText,
     *,
-    decode: Decode,
     first: bool = True,
     offset: int = 0,
 ) -> dict[str, Any]:
     """Return one choice of a reply or chunk.
 
-    first: whether this is the reply or the first chunk, which has the fields of the prompt. offset: number
-    of characters in earlier chunks, for `text_offset`.
+    first: whether this is the reply or the first chunk, which has the fields of the prompt. offset: number of
+    characters in earlier chunks, for `text_offset`.
     """
     drawn = [] if parsed.only_prompt else list(completion.token_ids)
     text = "" if parsed.only_prompt else completion.text
@@ -101,34 +80,28 @@ def completion_choice(
     if parsed.return_token_ids:
         choice |= _token_fields(completion, drawn, decode)
     if first:
-        fields = parsed.echo and parsed.params.logprobs is not None
-        choice |= prompt_fields(parsed, output, decode, logprobs=not fields)
+        in_logprobs = parsed.echo and parsed.params.logprobs is not None
+        choice |= prompt_fields(parsed, output, decode, logprobs=not in_logprobs)
     return choice
 
 
 def chat_reply(
     parsed: ChatRequest,
     output: RequestOutput,
-    *,
-    reply_id: str,
-    model: str,
-    created: int,
-    decode: Decode,
-    message: Callable[[CompletionOutput], dict[str, Any]] | None = None,
+    events: Sequence[Sequence[Event]],
+    head: Mapping[str, Any],
+    usage: Usage,
+    decode: TokenText,
 ) -> dict[str, Any]:
     """Return the reply to a body of `/v1/chat/completions`.
 
-    output: the final output. created: seconds since 1970. message: parses the text of a continuation (one of `n`) into
-    message fields; default: all text is `content`.
+    output: the final output. events: all events of each continuation (one of `n`).
     """
-    message_fields = message or (lambda each: {"content": each.text})
+    pairs = zip(output.outputs, events, strict=True)
     return {
-        "id": reply_id,
-        "object": "chat.completion",
-        "created": created,
-        "model": model,
-        "choices": [chat_choice(parsed, each, message_fields(each), decode=decode) for each in output.outputs],
-        "usage": usage([output]),
+        **head,
+        "choices": [chat_choice(parsed, completion, each, decode) for completion, each in pairs],
+        "usage": usage.as_dict(),
         "metrics": request_metrics(output),
     } | prompt_fields(parsed, output, decode)
 
@@ -136,24 +109,24 @@ def chat_reply(
 def chat_choice(
     parsed: ChatRequest,
     completion: CompletionOutput,
-    message_fields: Mapping[str, Any],
+    events: Sequence[Event],
+    decode: TokenText,
     *,
-    decode: Decode,
-    chunk: bool = False,
+    first: bool | None = None,
 ) -> dict[str, Any]:
     """Return one choice of a reply or chunk.
 
-    message_fields: new fields of the message without its role. chunk: they are the `delta` of a stream.
-    The finish reason "stop" becomes "tool_calls" if the message has tool calls.
+    events: events of `completion`. first: whether this is the first chunk of the choice; None for a whole reply.
     """
-    reason: str | None = completion.finish_reason
-    if reason == "stop" and message_fields.get("tool_calls"):
-        reason = "tool_calls"
+    if first is None:
+        kind, fields = "message", _NO_FIELDS | chat_message(events)
+    else:
+        kind, fields = "delta", ({"role": "assistant", "content": ""} if first else {}) | chat_delta(events)
     choice: dict[str, Any] = {
         "index": completion.index,
-        "delta" if chunk else "message": dict(message_fields) if chunk else {**_NO_FIELDS, **message_fields},
+        kind: fields,
         "logprobs": None,
-        "finish_reason": reason,
+        "finish_reason": next((each.finish_reason for each in events if isinstance(each, End)), None),
         "stop_reason": completion.stop_reason,
     }
     if (num_top := parsed.num_top_logprobs) is not None:
@@ -165,13 +138,42 @@ def chat_choice(
     return choice
 
 
-def _token_fields(completion: CompletionOutput, token_ids: list[int], decode: Decode) -> dict[str, Any]:
+def chat_delta(events: Sequence[Event]) -> dict[str, Any]:
+    """Convert events to the `delta` of a chunk; empty if the events add nothing."""
+    content = "".join(each.text for each in events if isinstance(each, Content))
+    reasoning = "".join(each.text for each in events if isinstance(each, Reasoning))
+    calls: list[dict[str, Any]] = []
+    for each in events:
+        if isinstance(each, ToolCall):
+            function = {"name": each.name, "arguments": ""}
+            calls.append({"index": each.index, "id": each.id, "type": "function", "function": function})
+        elif isinstance(each, Arguments):
+            if not calls or calls[-1]["index"] != each.index:
+                calls.append({"index": each.index, "function": {"arguments": ""}})
+            calls[-1]["function"]["arguments"] += each.text
+    delta: dict[str, Any] = {}
+    if reasoning:
+        delta = {"reasoning": reasoning, "reasoning_content": reasoning}  # clients use both names
+    if content:
+        delta["content"] = content
+    return delta | ({"tool_calls": calls} if calls else {})
+
+
+def chat_message(events: Sequence[Event]) -> dict[str, Any]:
+    """Convert all events of an answer to a message, without its role."""
+    delta = chat_delta(events)
+    for call in delta.get("tool_calls", ()):
+        del call["index"]
+    return {"content": None if "tool_calls" in delta else "", **delta}
+
+
+def _token_fields(completion: CompletionOutput, token_ids: list[int], decode: TokenText) -> dict[str, Any]:
     """Return the token ids, the text of each token, and whether each was an accepted draft."""
     texts = [decode.name_of(each) for each in token_ids]
     return {"token_ids": token_ids, "token_texts": texts, "drafted": completion.drafted[: len(token_ids)]}
 
 
-_NO_FIELDS = {"role": "assistant", "refusal": None, "reasoning": None, "reasoning_content": None}
+_NO_FIELDS: dict[str, Any] = {"role": "assistant", "refusal": None, "reasoning": None, "reasoning_content": None}
 """Default fields of a message: clients expect them even without a value."""
 
 
@@ -192,7 +194,7 @@ def request_metrics(output: RequestOutput) -> dict[str, float | None] | None:
 
 
 def prompt_fields(
-    parsed: APIRequest, output: RequestOutput, decode: Decode, *, logprobs: bool = True
+    parsed: APIRequest, output: RequestOutput, decode: TokenText, *, logprobs: bool = True
 ) -> dict[str, Any]:
     """Return the requested fields of the prompt: token ids, token texts and log probabilities."""
     fields: dict[str, Any] = {"prompt_token_ids": None, "prompt_logprobs": None}
@@ -225,16 +227,12 @@ class Usage:
         """Return `usage` of a reply. `cached_tokens` are prompt tokens found in the prefix cache."""
         read = sum(length for length, _ in self._prompts.values())
         cached = sum(cached for _, cached in self._prompts.values())
-        fields = _usage_fields(read, self._written, cached)
+        fields: dict[str, Any] = {
+            "prompt_tokens": read,
+            "completion_tokens": self._written,
+            "total_tokens": read + self._written,
+            "prompt_tokens_details": {"cached_tokens": cached},
+        }
         if self.num_reasoning is not None:
             fields["completion_tokens_details"] = {"reasoning_tokens": self.num_reasoning}
         return fields
-
-
-def _usage_fields(read: int, written: int, cached: int) -> dict[str, Any]:
-    return {
-        "prompt_tokens": read,
-        "completion_tokens": written,
-        "total_tokens": read + written,
-        "prompt_tokens_details": {"cached_tokens": cached},
-    }

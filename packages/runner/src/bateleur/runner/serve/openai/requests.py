@@ -7,16 +7,16 @@ value raises ValueError that begins with the name of the field.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from bateleur.runner.sampling_params import SamplingParams
-from bateleur.runner.serve.openai.fields import COMMON, Field, mapping, response_format, split
+from bateleur.runner.serve.openai.fields import COMMON, Field, response_format, split
 from bateleur.runner.serve.openai.tools import ToolChoice, allowed_tools, forced_schema, tool_choice, tools
 from bateleur.runner.text.chat import ChatPrompt, render
 from bateleur.runner.text.messages import checked_messages
 from bateleur.runner.text.tokenizer import Tokenizer
-from bateleur.runner.utils.arguments import TEXTS_AND_BYTES, Check, Integer, flag, refuse, shown, text
+from bateleur.runner.utils.arguments import TEXTS_AND_BYTES, Check, Integer, flag, mapping, refuse, shown, text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,15 +51,11 @@ class CompletionRequest(APIRequest):
     """Parsed body of `/v1/completions`."""
 
     prompts: tuple[dict[str, Any], ...]
-    """Prompts, each {"prompt": text} or {"prompt_token_ids": ids}."""
+    """Prompts as `LLM.add_request` takes them: {"prompt": text} or {"prompt_token_ids": ids}."""
     echo: bool = False
     """Whether the text begins with the prompt."""
     only_prompt: bool = False
     """Whether max_tokens is 0. The engine generates at least one token, which the reply leaves out."""
-
-    def prompts_for(self, tokenizer: Tokenizer) -> tuple[dict[str, Any], ...]:
-        """Return the prompts of the body, as `LLM.add_request` takes them."""
-        return self.prompts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,12 +80,9 @@ class ChatRequest(APIRequest):
     include_reasoning: bool = True
     """Whether the reply contains the reasoning."""
 
-    def prompts_for(self, tokenizer: Tokenizer) -> tuple[ChatPrompt]:
-        """Render the conversation as the only prompt, without tools if tool_choice is none.
-
-        Raises ValueError as `render`.
-        """
-        prompt = render(
+    def prompt_for(self, tokenizer: Tokenizer) -> ChatPrompt:
+        """Render the conversation, without tools if tool_choice is none. Raises ValueError as `render`."""
+        return render(
             tokenizer,
             self.messages,
             tools=self.tools if self.tool_choice != "none" else None,
@@ -98,7 +91,6 @@ class ChatRequest(APIRequest):
             continue_final_message=self.continue_final_message,
             chat_template_kwargs=self.template,
         )
-        return (prompt,)
 
 
 def completion_request(
@@ -121,9 +113,8 @@ def completion_request(
         sampling["max_tokens"] = 1
     if echo and sampling.get("logprobs") is not None:
         sampling.setdefault("prompt_logprobs", sampling["logprobs"])
-    return CompletionRequest(
-        prompts=own["prompt"], echo=echo, only_prompt=only_prompt, **_common(own, {**defaults, **sampling})
-    )
+    common = _common(CompletionRequest, own, {**defaults, **sampling}, "structured_outputs", {})
+    return CompletionRequest(**common | {"prompts": own["prompt"], "only_prompt": only_prompt})
 
 
 def chat_request(
@@ -161,27 +152,16 @@ def chat_request(
         if (given := sampling.get("structured_outputs")) is not None:
             refuse("structured_outputs", given, f"absent with tool_choice = {shown(choice)}")
         sampling["structured_outputs"] = {"json": schema, "disable_any_whitespace": True}
-    common = _common(own, {"max_tokens": None, **defaults, **sampling}, grammar)
-    source = common["names"]["structured_outputs"]
+    names = {"logprobs": "top_logprobs", **(names or {})}
+    common = _common(ChatRequest, own, {"max_tokens": None, **defaults, **sampling}, grammar, names)
     return ChatRequest(
-        messages=own["messages"],
-        tools=known,
-        tool_choice=choice,
-        parallel_tool_calls=parallel,
-        template=_names_for_template(own) | own.get("chat_template_kwargs", {}),
-        echo=own.get("echo", False),
-        thinking_token_budget=own.get("thinking_token_budget"),
-        include_reasoning=own.get("include_reasoning", True),
-        add_generation_prompt=prompted,
-        continue_final_message=continued,
         **common
         | {
-            "names": {
-                "logprobs": "top_logprobs",
-                **(names or {}),
-                "structured_outputs": (names or {}).get(source, source),
-            }
-        },
+            "tools": known,
+            "tool_choice": choice,
+            "template": _names_for_template(own) | own.get("chat_template_kwargs", {}),
+            "add_generation_prompt": prompted,
+        }
     )
 
 
@@ -197,9 +177,12 @@ def _names_for_template(own: Mapping[str, Any]) -> dict[str, Any]:
     return names if thinking is None else names | {"enable_thinking": thinking, "thinking": thinking}
 
 
-def _common(own: Mapping[str, Any], sampling: dict[str, Any], grammar: str = "structured_outputs") -> dict[str, Any]:
-    """Return the fields of `APIRequest`. own: fields of the body that are no sampling parameters.
+def _common(
+    kind: type[APIRequest], own: Mapping[str, Any], sampling: dict[str, Any], grammar: str, names: Mapping[str, str]
+) -> dict[str, Any]:
+    """Return the fields of `kind` that the body has under the same names, and those of `APIRequest`.
 
+    own: fields of the body that are no sampling parameters. names: see `http_errors`.
     grammar: body field that errors of the grammar name. With `response_format`, they name that field.
     """
     if (form := own.get("response_format")) is not None:
@@ -207,17 +190,11 @@ def _common(own: Mapping[str, Any], sampling: dict[str, Any], grammar: str = "st
             refuse("response_format", form, "absent if structured_outputs is given")
         sampling["structured_outputs"], grammar = form, "response_format"
     stream_options = own.get("stream_options", {})
-    return {
+    return {name: own[name] for name in (each.name for each in fields(kind)) if name in own} | {
         "params": SamplingParams.from_dict(sampling),
-        "names": {"structured_outputs": grammar},
-        "model": own.get("model"),
-        "request_id": own.get("request_id"),
-        "priority": own.get("priority", 0),
-        "stream": own.get("stream", False),
+        "names": {**names, "structured_outputs": names.get(grammar, grammar)},
         "include_usage": stream_options.get("include_usage", False),
         "continuous_usage": stream_options.get("continuous_usage_stats", False),
-        "return_token_ids": own.get("return_token_ids", False),
-        "return_tokens_as_token_ids": own.get("return_tokens_as_token_ids", False),
     }
 
 
@@ -234,12 +211,8 @@ def _prompts(name: str, value: Any) -> tuple[dict[str, Any], ...]:
     refuse(name, value, "text, token ids, or a list of these")
 
 
-def _messages(name: str, value: Any) -> tuple[dict[str, Any], ...]:
-    return tuple(checked_messages(value))
-
-
 def _as_it_is(name: str, value: Any) -> Any:
-    """Return a value unchanged. It is checked later, together with other fields."""
+    """Return a value that is checked later, together with other fields."""
     return value
 
 
@@ -272,7 +245,11 @@ COMPLETION_FIELDS: dict[str, Field] = {
 """Fields of `/v1/completions`."""
 CHAT_FIELDS: dict[str, Field] = {
     **COMMON,
-    "messages": Field(_messages, "The conversation; contents are text or lists of text parts.", "array"),
+    "messages": Field(
+        lambda _, value: tuple(checked_messages(value)),
+        "The conversation; contents are text or lists of text parts.",
+        "array",
+    ),
     "tools": Field(_as_it_is, "Functions that the model may call; other tools are ignored.", "array"),
     "tool_choice": Field(_as_it_is, "none, auto, required, a function, or allowed_tools."),
     "add_special_tokens": Field(

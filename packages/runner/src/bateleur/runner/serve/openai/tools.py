@@ -7,10 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
-from bateleur.runner.serve.openai.fields import mapping
 from bateleur.runner.serve.openai.schema_types import standard_types
 from bateleur.runner.text.messages import checked_tools
-from bateleur.runner.utils.arguments import refuse, shown, text
+from bateleur.runner.utils.arguments import mapping, refuse, shown, text
 from bateleur.runner.utils.log_once import log_once
 
 _log = logging.getLogger(__name__)

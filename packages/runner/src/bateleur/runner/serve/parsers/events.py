@@ -1,4 +1,4 @@
-"""Events: the parts of a model's answer, in order, and their conversion to OpenAI's message form.
+"""Events: the parts of a model's answer, in order.
 
 Adjacent text events of one kind can be joined. Joined like this, the events of a stream equal those of the whole
 answer.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,32 +74,3 @@ def merged(events: Sequence[Event]) -> list[Event]:
         elif event.text:
             result.append(event)
     return result
-
-
-def chat_delta(events: Sequence[Event]) -> dict[str, Any]:
-    """Convert events to the `delta` of a chunk; empty if the events add nothing."""
-    content = "".join(each.text for each in events if isinstance(each, Content))
-    reasoning = "".join(each.text for each in events if isinstance(each, Reasoning))
-    calls: list[dict[str, Any]] = []
-    for each in events:
-        if isinstance(each, ToolCall):
-            function = {"name": each.name, "arguments": ""}
-            calls.append({"index": each.index, "id": each.id, "type": "function", "function": function})
-        elif isinstance(each, Arguments):
-            if not calls or calls[-1]["index"] != each.index:
-                calls.append({"index": each.index, "function": {"arguments": ""}})
-            calls[-1]["function"]["arguments"] += each.text
-    delta: dict[str, Any] = {}
-    if reasoning:
-        delta = {"reasoning": reasoning, "reasoning_content": reasoning}  # clients use both names
-    if content:
-        delta["content"] = content
-    return delta | ({"tool_calls": calls} if calls else {})
-
-
-def chat_message(events: Sequence[Event]) -> dict[str, Any]:
-    """Convert all events of an answer to a message, without its role."""
-    delta = chat_delta(events)
-    for call in delta.get("tool_calls", ()):
-        del call["index"]
-    return {"content": None if "tool_calls" in delta else "", **delta}
