@@ -52,7 +52,7 @@ def replied(asked: ChatRequest, whole: RequestOutput, events: Sequence[Event] = 
     """The reply of a chat, all text of which is content unless events are given."""
     usage = Usage()
     usage.count(whole)
-    text = [[Content(each.text), End("stop", None)] for each in whole.outputs]
+    text: list[Sequence[Event]] = [[Content(each.text), End("stop", None)] for each in whole.outputs]
     return chat_reply(asked, whole, [events] if events else text, CHAT, usage, decode)
 
 
@@ -322,7 +322,7 @@ def test_replies_are_openais() -> None:
     said = ChatCompletion.model_validate(replied(chat, output(logprobs=PLACES)))
     assert said.choices[0].message.content == "ab"
     assert said.choices[0].finish_reason == "stop"
-    calls = [ToolCall(0, "1", "f"), Arguments(0, "{}"), End("tool_calls", None)]
+    calls: list[Event] = [ToolCall(0, "1", "f"), Arguments(0, "{}"), End("tool_calls", None)]
     called = replied(chat, output(logprobs=PLACES), calls)
     assert ChatCompletion.model_validate(called).choices[0].finish_reason == "tool_calls"
 

@@ -10,7 +10,7 @@ import openai
 import pytest
 
 from bateleur.runner.serve.responses.body import ResponsesBody, chat_body, messages_of
-from bateleur.runner.serve.responses.store import ResponseStore
+from bateleur.runner.serve.responses.routes import ResponseStore
 
 PATH = "/v1/responses"
 TOOL: Any = {

@@ -193,7 +193,7 @@ class OpenAIBatchFormat:
             self._token_text = TokenText(tokenizer)
         assert request.api_request is not None
         asked = request.api_request.model
-        name = asked if asked in self._adapters else self._names[0]
+        name = asked if asked is not None and asked in self._adapters else self._names[0]
         if isinstance(request.api_request, ChatRequest):
             chat, (output,) = request.api_request, outputs
             prompt = ChatPrompt(prompt=output.prompt or "", prompt_token_ids=output.prompt_token_ids)

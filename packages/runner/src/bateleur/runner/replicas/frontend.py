@@ -16,7 +16,7 @@ from bateleur.runner.errors import EngineDead, ReplicaLost
 from bateleur.runner.replicas.forwarded_request import ForwardedRequest, SendRequest
 from bateleur.runner.serve.body import read_bytes
 from bateleur.runner.serve.config import ServeConfig
-from bateleur.runner.serve.errors import engine_dead_error, http_error, http_errors
+from bateleur.runner.serve.errors import http_error, http_errors
 from bateleur.runner.serve.middleware import add_middleware
 from bateleur.runner.serve.sse import error_event
 
@@ -81,7 +81,7 @@ class ReplicaFrontend:
         except asyncio.CancelledError:
             if not self._closing:
                 raise
-            await response.fail(engine_dead_error(EngineDead("it was closed")), scope["path"])
+            await response.fail(http_error(503, str(EngineDead("it was closed")), code="engine_dead"), scope["path"])
         except HTTPException as error:
             await response.fail(error, scope["path"])
         finally:

@@ -11,7 +11,7 @@ from fastapi.routing import APIRoute
 from pydantic import BaseModel
 
 from bateleur.runner.serve import metrics, page
-from bateleur.runner.serve.body import openapi_model, read_json_object, validate
+from bateleur.runner.serve.body import openapi_model, read_model
 from bateleur.runner.serve.errors import http_error, http_errors
 from bateleur.runner.serve.json_text import JSONText
 from bateleur.runner.serve.service import Service
@@ -83,18 +83,16 @@ def _add_adapters(routes: APIRouter, service: Service) -> None:
     @routes.post("/v1/load_lora_adapter", openapi_extra=openapi_model(LoadBody))
     async def load(request: Request) -> Response:
         """Load a LoRA adapter from a folder of the server; requests choose it by its name as `model`."""
-        value = await read_json_object(request, service.config)
+        body = await read_model(request, service.config, LoadBody)
         with http_errors():
-            body = validate(LoadBody, value)
             await service.load_adapter(body.lora_name, body.lora_path)
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
 
     @routes.post("/v1/unload_lora_adapter", openapi_extra=openapi_model(UnloadBody))
     async def unload(request: Request) -> Response:
         """Unload a LoRA adapter that no unfinished request uses."""
-        value = await read_json_object(request, service.config)
+        body = await read_model(request, service.config, UnloadBody)
         with http_errors():
-            body = validate(UnloadBody, value)
             await service.unload_adapter(body.lora_name)
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
 

@@ -36,8 +36,16 @@ async def read_json_object(request: Request, config: ServeConfig) -> dict[str, A
     with http_errors():
         value = loads(data)
         if not isinstance(value, dict):
-            raise ValueError(f"the body is {_json_type(value)}; it must be an object")
+            names = {str: "a string", list: "an array", bool: "a boolean", type(None): "null"}
+            raise ValueError(f"the body is {names.get(type(value), 'a number')}; it must be an object")
     return value
+
+
+async def read_model(request: Request, config: ServeConfig, model: type[Model]) -> Model:
+    """Read the body, and validate it as JSON of this model. Raises HTTPException if it is invalid."""
+    value = await read_json_object(request, config)
+    with http_errors():
+        return validate(model, value)
 
 
 def validate(model: type[Model], body: dict[str, Any]) -> Model:
@@ -56,35 +64,25 @@ def validate(model: type[Model], body: dict[str, Any]) -> Model:
 
 
 async def read_bytes(request: Request, config: ServeConfig) -> bytes:
-    """Read the body. Raises HTTPException if it is too long or too slow."""
-    try:
-        async with asyncio.timeout(config.timeout_read):
-            return await _read(request, config.max_body_bytes)
-    except TimeoutError as error:
-        message = f"the body was not received within {config.timeout_read:g} seconds"
-        raise http_error(408, message, headers=_CLOSE) from error
-
-
-async def _read(request: Request, max_bytes: int) -> bytes:
-    """Read the body, counting its bytes, because Content-Length may be missing or too small."""
-    length = request.headers.get("content-length", "")
+    """Read the body. Raises HTTPException if it is too long or too slow. Content-Length may be missing or too small."""
+    max_bytes, length = config.max_body_bytes, request.headers.get("content-length", "")
     body, count = bytearray(), int(length[:20]) if length.isdigit() else 0
     if count <= _DRAIN_FACTOR * max_bytes:
         count = 0
-        async for part in request.stream():
-            count += len(part)
-            if count <= max_bytes:
-                body += part
-            elif count > _DRAIN_FACTOR * max_bytes:
-                break
+        try:
+            async with asyncio.timeout(config.timeout_read):
+                async for part in request.stream():
+                    count += len(part)
+                    if count <= max_bytes:
+                        body += part
+                    elif count > _DRAIN_FACTOR * max_bytes:
+                        break
+        except TimeoutError as error:
+            message = f"the body was not received within {config.timeout_read:g} seconds"
+            raise http_error(408, message, headers=_CLOSE) from error
         if count <= max_bytes:
             return bytes(body)
     raise http_error(413, f"the body has more than max_body_bytes = {max_bytes} bytes", headers=_CLOSE)
-
-
-def _json_type(value: object) -> str:
-    names = {str: "a string", list: "an array", bool: "a boolean", type(None): "null"}
-    return names.get(type(value), "a number")
 
 
 _TYPES = {"int": "integer", "float": "number", "bool": "boolean", "str": "string", "Mapping": "object"}

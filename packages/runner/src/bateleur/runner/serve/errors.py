@@ -40,7 +40,6 @@ def http_error(
     return HTTPException(status, error_body(message, kind=kind, param=param, code=code), headers)
 
 
-_NO_NAMES: Mapping[str, str] = MappingProxyType({})
 _ANTHROPIC_KINDS = {
     401: "authentication_error",
     403: "permission_error",
@@ -52,32 +51,25 @@ _ANTHROPIC_KINDS = {
 
 
 @contextmanager
-def http_errors(names: Mapping[str, str] = _NO_NAMES) -> Iterator[None]:
+def http_errors(names: Mapping[str, str] = MappingProxyType({})) -> Iterator[None]:
     """Turn known errors in the `with` block into HTTPException with the right status.
 
     names: maps a field's name in chat completions to its name in the client's API, for error messages.
     """
     try:
         yield
-    except QueueFull as error:
-        message = f"rate limit exceeded: {error}"
+    except (QueueFull, AdaptersBusy) as error:
+        message = f"rate limit exceeded: {error}" if isinstance(error, QueueFull) else str(error)
         raise http_error(429, message, code="rate_limit_exceeded", headers={"Retry-After": "1"}) from error
-    except AdaptersBusy as error:
-        raise http_error(429, str(error), code="rate_limit_exceeded", headers={"Retry-After": "1"}) from error
     except EngineDead as error:
-        raise engine_dead_error(error) from error
+        raise http_error(503, str(error), code="engine_dead") from error
     except ValueError as error:
         message = _renamed(str(error), names)
         raise http_error(400, message, param=_field_of(message), code=_code_of(error)) from error
 
 
-def engine_dead_error(error: EngineDead) -> HTTPException:
-    """Create the error for a dead engine or a stopping server."""
-    return http_error(503, str(error), code="engine_dead")
-
-
 def _code_of(error: ValueError) -> str | None:
-    """Return OpenAI's error code; None if it is only an invalid value, which has no code."""
+    """Return OpenAI's error code; None for an invalid value."""
     if isinstance(error, ContextLengthExceeded):
         return "context_length_exceeded"
     if "no such field is known here" in str(error):

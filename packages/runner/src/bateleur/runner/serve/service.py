@@ -151,9 +151,9 @@ class Service:
         if most != -1 and len(named) > most:
             refuse("logprob_token_ids", named, f"at most max_logprobs = {most} token ids")
         for name in ("logprobs", "prompt_logprobs"):
-            parsed = getattr(params, name) or 0
-            if most != -1 and not 0 <= parsed <= most:
-                refuse(name, parsed, f"at most max_logprobs = {most}")
+            number = getattr(params, name) or 0
+            if most != -1 and not 0 <= number <= most:
+                refuse(name, number, f"at most max_logprobs = {most}")
 
     def _check_length(self, prompt: object) -> None:
         """Raise ContextLengthExceeded for a prompt that is certainly too long, before tokenizing it."""
@@ -166,8 +166,7 @@ class Service:
 
     def exceeds_context(self, characters: int) -> bool:
         """Return whether a text exceeds the model's context even if every token had the maximum length."""
-        most = self._longest_token
-        return 0 < most * self.llm.llm.limits.max_model_len < characters
+        return 0 < self._longest_token * self.llm.llm.limits.max_model_len < characters
 
     @cached_property
     def _longest_token(self) -> int:
@@ -180,19 +179,18 @@ class Service:
         try:
             while outputs := await reader.read():
                 for output in outputs:
-                    raise_failure(output)
+                    _raise_failure(output)
                     yield output
         finally:
             self.llm.abort_unfinished(reader)
 
     async def finish(self, reader: OutputReader, request: Request) -> list[RequestOutput]:
         """Return the final outputs in the order of the prompts. Raises ClientDisconnect if the client disconnects."""
-        try:
-            ended = await self.cancel_on_disconnect(_last_of(reader), request)
-        finally:
-            self.llm.abort_unfinished(reader)
-        for output in ended:
-            raise_failure(output)
+
+        async def collect() -> list[RequestOutput]:
+            return [output async for output in self.outputs(reader)]
+
+        ended = await self.cancel_on_disconnect(collect(), request)
         return sorted(ended, key=lambda output: prompt_index(output.request_id))
 
     async def cancel_on_disconnect(self, work: Awaitable[T], request: Request) -> T:
@@ -222,13 +220,10 @@ async def merge_outputs(outputs: AsyncGenerator[RequestOutput, None]) -> Request
     return merged
 
 
-def raise_failure(output: RequestOutput) -> None:
-    """Raise HTTPException for a request that the engine could not finish.
-
-    The status is 400 if the request's parameters exclude every token, because many clients retry after a 500.
-    """
+def _raise_failure(output: RequestOutput) -> None:
+    """Raise HTTPException for a request that the engine could not finish."""
     for each in output.outputs:
-        if each.finish_reason == "error":
+        if each.finish_reason == "error":  # 400 if no token is allowed, because many clients retry after a 500
             status = 500 if each.stop_reason == NO_NUMBERS else 400
             raise http_error(status, str(each.stop_reason), code="generation_failed")
 
@@ -241,13 +236,6 @@ def new_id(kind: str, parsed: APIRequest) -> str:
 def prompt_index(request_id: str) -> int:
     """Return the index of the prompt in its HTTP request: the number after the last "-" of the id."""
     return int(request_id.rpartition("-")[2])
-
-
-async def _last_of(reader: OutputReader) -> list[RequestOutput]:
-    ended: list[RequestOutput] = []
-    while outputs := await reader.read():
-        ended += (output for output in outputs if output.finished)
-    return ended
 
 
 async def _disconnected(request: Request) -> None:

@@ -42,12 +42,12 @@ def router(service: Service) -> APIRouter:
 
     @routes.get("/tokenizer_info")
     async def info(request: Request) -> Response:
-        tokenizer = service.llm.llm.tokenizer
-        info_fields = {name: getattr(tokenizer, name, None) for name in _TOKENIZER_FIELDS}
+        llm = service.llm.llm
+        facts = {"tokenizer_class": type(llm.tokenizer).__name__, "vocab_size": llm.spec.vocab_size}
+        facts |= {name: getattr(llm.tokenizer, name, None) for name in _TOKENIZER_FIELDS}
         if service.config.chat_template is not None:
-            info_fields["chat_template"] = service.config.chat_template
-        facts = {"tokenizer_class": type(tokenizer).__name__, "vocab_size": service.llm.llm.spec.vocab_size}
-        return JSONText({**facts, **info_fields, "model_max_length": service.llm.llm.limits.max_model_len})
+            facts["chat_template"] = service.config.chat_template
+        return JSONText({**facts, "model_max_length": llm.limits.max_model_len})
 
     return routes
 
@@ -62,9 +62,9 @@ def _tokens(service: Service, parsed: dict[str, Any]) -> dict[str, Any]:
         chat = chat_request({name: parsed[name] for name in _CHAT_FIELDS if name in parsed}, {})
         chat = with_options(chat, service.config)
         ids = chat.prompt_for(tokenizer)["prompt_token_ids"]
-    info_fields = {"count": len(ids), "max_model_len": service.llm.llm.limits.max_model_len, "tokens": list(ids)}
-    strings = parsed.get("return_token_strs", False)
-    return info_fields | {"token_strs": [service.decode([each]) for each in ids] if strings else None}
+    texts = [service.decode([each]) for each in ids] if parsed.get("return_token_strs", False) else None
+    limit = service.llm.llm.limits.max_model_len
+    return {"count": len(ids), "max_model_len": limit, "tokens": list(ids), "token_strs": texts}
 
 
 def _text(service: Service, body: dict[str, Any]) -> dict[str, Any]:

@@ -53,13 +53,16 @@ class MessagesBody(CountTokensBody):
 def chat_body(body: CountTokensBody) -> dict[str, Any]:
     """Convert a body of the Messages API to one of chat completions. Raises ValueError for unsupported values."""
     chat = {name: value for name, value in (body.model_extra or {}).items() if name not in _IGNORED}
-    messages = [*_system(body.system), *(each for message in body.messages for each in _messages(message))]
-    form = (body.output_config or {}).get("format") or body.output_format
+    system = [{"role": "system", "content": body.system}] if body.system else []
+    messages = [*system, *(each for message in body.messages for each in _messages(message))]
+    form: Any = (body.output_config or {}).get("format") or body.output_format
+    if isinstance(form, Mapping) and form.get("type") == "json_schema":
+        form = {"type": "json_schema", "json_schema": {"name": "answer", "schema": form.get("schema")}}
     chat |= {
         "model": body.model,
         "messages": messages,
         "tools": [_tool(each) for each in body.tools or ()],
-        "response_format": _format(form),
+        "response_format": form,
         "reasoning_effort": (body.output_config or {}).get("effort"),
     }
     if body.tool_choice is not None:
@@ -74,10 +77,6 @@ def chat_body(body: CountTokensBody) -> dict[str, Any]:
     return chat
 
 
-def _system(system: str | list[Block] | None) -> list[dict[str, Any]]:
-    return [] if not system else [{"role": "system", "content": system}]
-
-
 def _messages(message: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """Yield one message as chat messages. Tool results become separate messages before the user's text."""
     role, content = message.get("role"), message.get("content")
@@ -87,9 +86,16 @@ def _messages(message: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     blocks = [each for each in content if isinstance(each, Mapping)]
     for block in blocks:
         if block.get("type") == "tool_result":
-            result = {"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": _parts(block.get("content"))}
-            yield result
-    calls = [_call(block) for block in blocks if block.get("type") == "tool_use"]
+            yield {"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": _parts(block.get("content"))}
+    calls = [
+        {
+            "id": each.get("id"),
+            "type": "function",
+            "function": {"name": each.get("name"), "arguments": each.get("input")},
+        }
+        for each in blocks
+        if each.get("type") == "tool_use"
+    ]
     rest = _parts([block for block in blocks if block.get("type") not in ("tool_result", "tool_use")])
     if rest or calls or not blocks:
         yield {"role": role, "content": rest, **({"tool_calls": calls} if calls else {})}
@@ -109,11 +115,6 @@ def _parts(content: Any) -> Any:
     return parts
 
 
-def _call(block: Mapping[str, Any]) -> dict[str, Any]:
-    function = {"name": block.get("name"), "arguments": block.get("input")}
-    return {"id": block.get("id"), "type": "function", "function": function}
-
-
 def _tool(tool: Block) -> dict[str, Any]:
     """Convert a tool to chat completions' form. Tools that run on Anthropic's servers stay as they are."""
     if tool.get("type") not in (None, "custom", "function"):
@@ -131,9 +132,3 @@ def _choice(choice: Block) -> dict[str, Any]:
         chosen = _TOOL_CHOICES.get(str(kind)) or refuse("tool_choice.type", kind, "auto, any, tool or none")
     parallel = choice.get("disable_parallel_tool_use")
     return {"tool_choice": chosen, **({"parallel_tool_calls": not parallel} if parallel is not None else {})}
-
-
-def _format(form: Any) -> Any:
-    if not isinstance(form, Mapping) or form.get("type") != "json_schema":
-        return form
-    return {"type": "json_schema", "json_schema": {"name": "answer", "schema": form.get("schema")}}

@@ -34,8 +34,8 @@ _CUSTOM_PARAMETERS = {
 """Schema of a custom tool, which has one text as input."""
 
 
-class _Conversation(BaseModel):
-    """Fields of a body that choose the input, the model, and whether to store the response."""
+class ResponsesBody(BaseModel):
+    """Body of `/v1/responses`. Fields of chat completions, such as `top_k` and `stop`, are accepted too."""
 
     model_config = ConfigDict(extra="allow", strict=True)
 
@@ -45,22 +45,6 @@ class _Conversation(BaseModel):
     previous_response_id: str | None = Field(None, description="Id of a stored response to continue.")
     store: bool | None = Field(None, description="Store the response. Default: true.")
     background: bool | None = Field(None, description="Return at once. Default: false.")
-
-    @property
-    def stored(self) -> bool:
-        return self.store is not False
-
-    @property
-    def items(self) -> list[Item]:
-        """Input as a list of items."""
-        if isinstance(self.input, str):
-            return [{"type": "message", "role": "user", "content": self.input}]
-        return self.input
-
-
-class ResponsesBody(_Conversation):
-    """Body of `/v1/responses`. Fields of chat completions, such as `top_k` and `stop`, are accepted too."""
-
     stream: bool | None = Field(None, description="Stream events. Default: false.")
     max_output_tokens: IntegerLike | None = Field(None, ge=1, description="Maximum tokens, including reasoning.")
     tools: list[Item] | None = Field(None, description="function and custom tools; others are ignored.")
@@ -78,14 +62,16 @@ class ResponsesBody(_Conversation):
     max_tool_calls: IntegerLike | None = Field(None, description="Accepted without effect.")
 
     @property
+    def items(self) -> list[Item]:
+        """Input as a list of items."""
+        if isinstance(self.input, str):
+            return [{"type": "message", "role": "user", "content": self.input}]
+        return self.input
+
+    @property
     def custom_tools(self) -> frozenset[str]:
         """Names of the custom tools, which take text instead of arguments."""
         return frozenset(str(each.get("name")) for each in self.tools or () if each.get("type") == "custom")
-
-    @property
-    def wants_logprobs(self) -> bool:
-        """Whether log probabilities are reported."""
-        return self.top_logprobs is not None or "message.output_text.logprobs" in (self.include or ())
 
 
 def chat_body(body: ResponsesBody, earlier: Sequence[Item]) -> dict[str, Any]:
@@ -108,7 +94,7 @@ def chat_body(body: ResponsesBody, earlier: Sequence[Item]) -> dict[str, Any]:
         "reasoning_effort": (body.reasoning or {}).get("effort"),
         "stream": True,
     }
-    if body.wants_logprobs:
+    if body.top_logprobs is not None or "message.output_text.logprobs" in (body.include or ()):
         chat |= {"logprobs": True, "top_logprobs": body.top_logprobs or 0}
     if body.truncation == "auto":
         chat["truncate_prompt_tokens"] = -1
@@ -121,12 +107,15 @@ def messages_of(items: Sequence[Item]) -> list[dict[str, Any]]:
     for i, item in enumerate(items):
         match item.get("type", "message" if "role" in item else None):
             case "message":
-                _add_message(messages, item)
+                if item.get("role") == "assistant":
+                    _assistant(messages, new=("content", "tool_calls"))["content"] = item.get("content")
+                else:
+                    messages.append({"role": item.get("role"), "content": item.get("content")})
             case "function_call" | "custom_tool_call":
                 _assistant(messages).setdefault("tool_calls", []).append(_call(item))
             case "function_call_output" | "custom_tool_call_output":
-                output = {"role": "tool", "tool_call_id": item.get("call_id"), "content": item.get("output")}
-                messages.append(output)
+                call_id = item.get("call_id")
+                messages.append({"role": "tool", "tool_call_id": call_id, "content": item.get("output")})
             case "reasoning":
                 message = _assistant(messages, new=("content", "tool_calls", "reasoning_content"))
                 message["reasoning_content"] = _reasoning(item)
@@ -135,13 +124,6 @@ def messages_of(items: Sequence[Item]) -> list[dict[str, Any]]:
             case kind:
                 log_once(_log, f"items of type {shown(kind)} are ignored: they belong to tools of other servers")
     return messages
-
-
-def _add_message(messages: list[dict[str, Any]], item: Item) -> None:
-    if item.get("role") != "assistant":
-        messages.append({"role": item.get("role"), "content": item.get("content")})
-    else:
-        _assistant(messages, new=("content", "tool_calls"))["content"] = item.get("content")
 
 
 def _assistant(messages: list[dict[str, Any]], new: Sequence[str] = ()) -> dict[str, Any]:
@@ -185,17 +167,13 @@ def _tool_choice(choice: str | Item | None) -> Any:
         case "function" | "custom":
             return {"type": "function", "function": {"name": choice.get("name")}}
         case "allowed_tools":
-            tools = _objects("tool_choice.tools", choice.get("tools") or [])
+            tools = choice.get("tools") or []
+            if not isinstance(tools, list) or not all(isinstance(each, dict) for each in tools):
+                refuse("tool_choice.tools", tools, "a list of objects")
             chosen = [_tool_choice(each) for each in tools if "name" in each]
             allowed = {"mode": choice.get("mode", "auto"), "tools": chosen}
             return {"type": "allowed_tools", "allowed_tools": allowed}
     return "auto"  # a tool that runs on other servers
-
-
-def _objects(name: str, value: Any) -> list[Item]:
-    if not isinstance(value, list) or not all(isinstance(each, dict) for each in value):
-        refuse(name, value, "a list of objects")
-    return value
 
 
 def _format(given: Any) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import OrderedDict
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -13,14 +14,13 @@ from uuid import uuid4
 from fastapi import APIRouter, HTTPException, Request
 from fastapi.responses import Response
 
-from bateleur.runner.serve.body import openapi_model, read_json_object, validate
+from bateleur.runner.serve.body import openapi_model, read_model
 from bateleur.runner.serve.conversation import Answer, answer, render_prompt
 from bateleur.runner.serve.errors import error_of, http_error, http_errors
-from bateleur.runner.serve.json_text import JSONText
+from bateleur.runner.serve.json_text import JSONText, dumps
 from bateleur.runner.serve.openai.logprobs import chat_logprobs
 from bateleur.runner.serve.openai.requests import ChatRequest, chat_request
 from bateleur.runner.serve.responses.body import NAMES, Item, ResponsesBody, chat_body
-from bateleur.runner.serve.responses.store import ResponseStore, StoredResponse
 from bateleur.runner.serve.responses.writer import ResponseWriter
 from bateleur.runner.serve.service import Service
 from bateleur.runner.serve.sse import EventStream
@@ -99,6 +99,56 @@ def _page(items: list[Item], limit: str, order: str, after: str | None) -> Item:
 
 
 @dataclass(slots=True)
+class StoredResponse:
+    """A stored response, its input items, and all items of its conversation."""
+
+    response: Item
+    inputs: list[Item]
+    """Input items of this response, without those of previous responses."""
+    items: list[Item]
+    """All items of the conversation, including the output once the response has ended."""
+    num_bytes: int
+    """Size as JSON, including previous responses."""
+
+
+class ResponseStore:
+    """Least-recently-used cache of responses by id, limited in bytes."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes, self._num_bytes = max_bytes, 0
+        self._stored: OrderedDict[str, StoredResponse] = OrderedDict()
+        self.outputs: dict[str, Item] = {}
+        """Output items of the stored responses, by id."""
+
+    def get(self, response_id: str) -> StoredResponse | None:
+        """Return the response with this id, or None."""
+        if response_id in self._stored:
+            self._stored.move_to_end(response_id)
+        return self._stored.get(response_id)
+
+    def put(self, response: Item, inputs: list[Item], previous: StoredResponse | None) -> None:
+        """Store a response that has started or ended."""
+        self.drop(response["id"])
+        output: list[Item] = response["output"]
+        items = [*(previous.items if previous else ()), *inputs, *output]
+        size = len(dumps((response, inputs))) + (previous.num_bytes if previous else 0)
+        self._stored[response["id"]] = StoredResponse(response, inputs, items, size)
+        self._num_bytes += size
+        self.outputs |= {each["id"]: each for each in output}
+        while self._num_bytes > self._max_bytes:
+            self.drop(next(iter(self._stored)))
+
+    def drop(self, response_id: str) -> bool:
+        """Remove a response. Returns whether it existed."""
+        stored = self._stored.pop(response_id, None)
+        if stored is not None:
+            self._num_bytes -= stored.num_bytes
+            for each in stored.response["output"]:
+                self.outputs.pop(each["id"], None)
+        return stored is not None
+
+
+@dataclass(slots=True)
 class _Running:
     """A response that is being generated."""
 
@@ -141,23 +191,19 @@ class _ResponseHandler:
 
     async def read(self, request: Request) -> tuple[ResponsesBody, ChatRequest, StoredResponse | None]:
         """Parse a request. Returns its body, the chat request, and the previous response."""
-        value = await read_json_object(request, self._service.config)
+        body = await read_model(request, self._service.config, ResponsesBody)
         with http_errors():
-            body = validate(ResponsesBody, value)
-            if body.background and (body.stream or not body.stored):
+            if body.background and (body.stream or body.store is False):
                 raise ValueError("background is True; it must be False with stream or without store")
             if isinstance(body.input, list):
                 body.input = [self._resolved(each) for each in body.input]
         previous = None if body.previous_response_id is None else self.stored(body.previous_response_id)
         if previous is not None and previous.response["status"] in _RUNNING:
-            raise http_error(
-                400, "previous_response_id is a response that is still running", param="previous_response_id"
-            )
-        strict = self._service.config.strict_fields
+            message = "previous_response_id is a response that is still running"
+            raise http_error(400, message, param="previous_response_id")
         with http_errors(NAMES):
-            chat = chat_body(body, previous.items if previous else [])
-            parsed = chat_request(chat, self._service.defaults, strict=strict, names=NAMES)
-        return body, parsed, previous
+            chat, strict = chat_body(body, previous.items if previous else []), self._service.config.strict_fields
+            return body, chat_request(chat, self._service.defaults, strict=strict, names=NAMES), previous
 
     async def create(self, request: Request) -> Response:
         """Create a response: generate it, stream it, or start it in the background."""
@@ -213,7 +259,7 @@ class _ResponseHandler:
         finally:
             if response["status"] in _RUNNING:  # the client disconnected
                 response["status"] = "cancelled"
-            if body.stored:
+            if body.store is not False:
                 self.store.put(response, body.items, previous)
             del self._running[response["id"]]
             running.ended.set()
@@ -250,7 +296,7 @@ def _response(service: Service, body: ResponsesBody, parsed: ChatRequest) -> Ite
         "reasoning": {"effort": None, "summary": None, **(body.reasoning or {})},
         "safety_identifier": None,
         "service_tier": "default",
-        "store": body.stored,
+        "store": body.store is not False,
         "temperature": params.temperature,
         "text": {"format": {"type": "text"}, **(body.text or {})},
         "tool_choice": "auto" if body.tool_choice is None else body.tool_choice,
