@@ -157,7 +157,7 @@ def test_decodes_and_prompts_are_launches_of_their_own(monkeypatch: pytest.Monke
     import torch
 
     from bateleur.metadata.backends import _launch_config
-    from bateleur.metadata.kernels import attention
+    from bateleur.metadata.kernels import attention, cuda_ops
 
     seen: list[tuple[tuple[int, ...], int]] = []
 
@@ -171,10 +171,11 @@ def test_decodes_and_prompts_are_launches_of_their_own(monkeypatch: pytest.Monke
     monkeypatch.setattr(_launch_config, "device_sizes", lambda device: (sms, 227 << 10))
     _launch_config._work_shape.cache_clear()
     q, cache = (torch.empty(tokens, 32, 128, dtype=torch.bfloat16), torch.empty(2, 16, 8, 128, dtype=torch.bfloat16))
-    ints = torch.zeros(rows, 1, dtype=torch.int32)
+    ints = torch.zeros(rows, 256, dtype=torch.int32)
     shape = _launch_config.work_shape(32, cache, rows, tokens, 300, 0)
+    work = torch.empty(shape.num_entries, 8, dtype=torch.int32)
+    cuda_ops.paged_attention(q, cache, cache, ints, ints[:, 0], ints[:, 0], 0, 300, 4096, 1.0, 0, work)
     _launch_config._work_shape.cache_clear()
-    attention.attend(attention.Batch(q, cache, cache, ints, ints), shape, torch.empty_like(q), 4096, 1.0, None)
     splits, short, long = (
         _launch_config.split_limit(8, sms),
         _launch_config.MAX_SHORT_QUERY_LEN,

@@ -119,5 +119,5 @@ def install(patch: pytest.MonkeyPatch) -> list[Double]:
     module.BatchDecodeWithPagedKVCacheWrapper = type("Decode", (Double,), {"decode": True, "made": wrappers})
     module.BatchPrefillWithPagedKVCacheWrapper = type("Prefill", (Double,), {"made": wrappers})
     patch.setitem(sys.modules, "flashinfer", module)
-    patch.setattr("bateleur.metadata.backends._flashinfer_plans.WORKSPACE_BYTES", 64)
+    patch.setattr("bateleur.metadata.backends.flashinfer.WORKSPACE_BYTES", 64)
     return wrappers

@@ -343,7 +343,7 @@ def test_a_wrong_write_to_an_fp8_cache_is_found(change: str) -> None:
 )
 def test_a_backend_refuses_caches_that_it_has_no_kernel_for(name: str, reason: str) -> None:
     kv_dtype = getattr(torch, "float8_e4m3fn" if reason == "float8" else reason)
-    refused = unsupported_reason(name, device=torch.device("cpu"), dtype=torch.bfloat16, head_dim=64, kv_dtype=kv_dtype)
+    refused = unsupported_reason(name, LayerConfig(64, torch.bfloat16, torch.device("cpu"), kv_dtype=kv_dtype))
     assert refused == f"it has no KV cache in {kv_dtype} for queries in torch.bfloat16"
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import replace
+from itertools import accumulate
 from typing import Any
 
 import pytest
@@ -48,7 +48,7 @@ def fields(device: str, block_sizes: tuple[int, ...]) -> DeviceFields:
         table = torch.arange(ROWS * 90, dtype=i32, device=device).reshape(ROWS, 90) % 50  # some are null
         slots.append((poisoned(TOKENS, i64), table, size))
     rows = [poisoned(ROWS, i32) for _ in range(2)]
-    starts = torch.tensor([0, 2, 4, 6, 6, 6, 6], dtype=i32, device=device)
+    starts = poisoned(ROWS + 1, i32)
     return DeviceFields(poisoned(TOKENS, i32), poisoned(TOKENS, i64), starts, *rows, tuple(slots), seq_len_fill=1)
 
 
@@ -64,25 +64,20 @@ def test_expand(kernels: Any, device: str, lens: list[int], dtype: torch.dtype, 
     def on_device(values: Any, dtype: torch.dtype = torch.int32) -> Tensor:
         return torch.tensor(values, dtype=dtype, device=device)
 
-    starts = on_device([0, *lens]).cumsum(0).int()
-    known = len(lens) == 3  # then they stay as they are
     count = sum(lens)
     step = DeviceStep(
         num_reqs=len(lens),
         num_tokens=count,
-        pad_rows_until=max(len(lens), 5),
-        pad_tokens_until=max(count, 8),
         num_computed_tokens=on_device([7 * i + 3 for i in range(len(lens))], dtype),
-        query_start_loc=None if known else starts,
+        query_start_loc=on_device([0, *lens]).cumsum(0).int(),
         token_ids=on_device(range(11, 11 + max(count - 1, 0))),
     )
     expected, found = fields(device, block_sizes), fields(device, block_sizes)
     EXPAND.torch(expected, step)
     kernels.expand(found, step)
     assert contents(found) == contents(expected)
-    EXPAND.torch(expected, short := replace(step, pad_tokens_until=count, pad_rows_until=len(lens)))
-    kernels.expand(found, short)
-    assert contents(found) == contents(expected)
+    assert found.query_start_loc.tolist() == [0, *accumulate(lens), *[count] * (ROWS - len(lens))]
+    assert found.positions[count:].eq(0).all()
 
 
 def tables(device: str) -> tuple[Tensor, Tensor, Tensor]:

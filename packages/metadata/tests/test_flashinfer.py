@@ -21,8 +21,7 @@ from bateleur.metadata import (
     get_backend,
 )
 from bateleur.metadata.attention_metadata_builder import BuildPhase, GraphSupport
-from bateleur.metadata.backends._flashinfer_plans import page_indices, page_indptr_and_last_lens
-from bateleur.metadata.backends.flashinfer import FlashInferBackend
+from bateleur.metadata.backends.flashinfer import FlashInferBackend, page_indices, page_indptr_and_last_lens
 from bateleur.metadata.backends.reference import ReferenceBackend
 
 BATCHES = {

@@ -209,9 +209,7 @@ def test_staging_fits_hopper(record_property: Callable[[str, object], None]) -> 
     with sm90.compiling() as found:
         for groups in ((), ((slots, table, 16),), ((slots, table, 16), (slots, table, 32))):
             fields = DeviceFields(ints["tokens"], slots, starts, ints["rows"], ints["rows"], groups, 0)
-            for new in (None, starts[:4]):
-                step = DeviceStep(3, 7, rows, tokens, places[:3], new, places)
-                device_fields.expand(fields, step)
+            device_fields.expand(fields, DeviceStep(3, 7, places[:3], starts[:4], places))
         device_fields.gather_block_tables(table, table, ints["rows"], places, 33)
         device_fields.write_cells(table, table, ints["rows"], places, places)
     names = {kernel.name for kernel in checked(found, record_property, "")}

@@ -93,10 +93,14 @@ def test_T_H1_one_reused_host_buffer_fails_as_soon_as_two_steps_are_in_flight(
     reused = torch.zeros(999, dtype=torch.int32)
     monkeypatch.setattr(_memory, "pinned", lambda shape, *_: reused[: shape[0]])
     buffers = InputBuffers(LIMITS, GROUPS, "cpu", queue=deferred)
-    seen = _run(make, buffers, deferred, in_flight)
-    assert (seen == expected) == (in_flight == 1)
-    if in_flight > 1:
-        assert seen[0]["seq_lens"] != expected[0]["seq_lens"]
+    if in_flight == 1:
+        assert _run(make, buffers, deferred, in_flight) == expected
+        return
+    try:
+        seen = _run(make, buffers, deferred, in_flight)
+    except IndexError:  # row starts and counts of two steps give a negative position
+        return
+    assert seen[0]["seq_lens"] != expected[0]["seq_lens"]
 
 
 def test_poison_reaches_the_device(make: Any, deferred: Any) -> None:

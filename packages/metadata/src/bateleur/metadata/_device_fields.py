@@ -1,7 +1,6 @@
 """Device-side staging: three functions that fill the device fields of a batch from one uploaded step.
 
-Each is one launch on CUDA; ``expand`` takes one more for each further KV-cache group with slots. The host uploads
-counts, token ids and block ids. The device computes positions, lengths, slot mappings and padding.
+Each is one launch on CUDA; ``expand`` takes one more for each further KV-cache group with slots.
 
 Shapes: R real rows (requests), T real tokens, n entries, C columns of a block table, M rows of a table of all requests.
 """
@@ -38,18 +37,15 @@ class DeviceStep:
 
     Attributes:
         num_reqs, num_tokens: R and T, real sizes.
-        pad_rows_until, pad_tokens_until: entries from these indices on are padded already.
         num_computed_tokens: (R,) integer, tokens of each request before this step.
-        query_start_loc: (R + 1,) int32; None if it equals that of the last step.
+        query_start_loc: (R + 1,) int32.
         token_ids: (T - k,) int32, ids of all but the first k tokens. The last step sampled those on the device.
     """
 
     num_reqs: int
     num_tokens: int
-    pad_rows_until: int
-    pad_tokens_until: int
     num_computed_tokens: Tensor
-    query_start_loc: Tensor | None
+    query_start_loc: Tensor
     token_ids: Tensor
 
 
@@ -78,31 +74,25 @@ def write_cells(batch: Tensor, request_tables: Tensor, rows: Tensor, cells: Tens
 
 
 def _expand(fields: DeviceFields, step: DeviceStep) -> None:
-    num_reqs, num_tokens, starts = step.num_reqs, step.num_tokens, fields.query_start_loc
-    pad_rows_until, pad_tokens_until, device = step.pad_rows_until, step.pad_tokens_until, starts.device
-    if step.query_start_loc is not None:
-        starts[: num_reqs + 1] = step.query_start_loc
-        starts[num_reqs + 1 :] = num_tokens
-    begin, computed = starts[:num_reqs], step.num_computed_tokens.int()
-    lens = starts[1 : num_reqs + 1] - begin
-    for field, values, pad in (
-        (fields.num_computed_tokens, computed, 0),
-        (fields.seq_lens, computed + lens, fields.seq_len_fill),
-    ):
-        field[:num_reqs] = values
-        field[num_reqs:pad_rows_until] = pad
+    num_reqs, num_tokens, starts = step.num_reqs, step.num_tokens, step.query_start_loc
+    computed, lens = step.num_computed_tokens.int(), starts.diff()
     first = num_tokens - len(step.token_ids)
-    fields.input_ids[first:num_tokens] = step.token_ids
-    fields.input_ids[num_tokens:pad_tokens_until] = 0
-    token = torch.arange(num_tokens, dtype=torch.int32, device=device)
-    row = torch.searchsorted(starts[1 : num_reqs + 1], token, right=True).clamp_(max=num_reqs - 1)
-    positions = (token + (computed - begin).index_select(0, row)).long()
-    fields.positions[:num_tokens] = positions
-    fields.positions[num_tokens:pad_tokens_until] = 0
+    token = torch.arange(num_tokens, dtype=torch.int32, device=starts.device)
+    row = torch.searchsorted(starts[1:], token, right=True).clamp_(max=num_reqs - 1)
+    positions = (token + (computed - starts[:-1]).index_select(0, row)).long()
+    for field, begin, values, pad in (
+        (fields.query_start_loc, 0, starts, num_tokens),
+        (fields.num_computed_tokens, 0, computed, 0),
+        (fields.seq_lens, 0, computed + lens, fields.seq_len_fill),
+        (fields.input_ids, first, step.token_ids, 0),
+        (fields.positions, 0, positions, 0),
+    ):
+        end = begin + len(values)
+        field[begin:end], field[end:] = values, pad
     for slots, table, size in fields.slots:
         block = table[row, (positions // size).clamp_(max=table.shape[1] - 1)].long()
         slots[:num_tokens] = torch.where(block > NULL_BLOCK, block * size + positions % size, PAD_SLOT)
-        slots[num_tokens:pad_tokens_until] = PAD_SLOT
+        slots[num_tokens:] = PAD_SLOT
 
 
 def _gather_block_tables(batch: Tensor, request_tables: Tensor, rows: Tensor, source: Tensor, width: int) -> None:
@@ -115,9 +105,7 @@ def _gather_block_tables(batch: Tensor, request_tables: Tensor, rows: Tensor, so
 
 
 def _write_cells(batch: Tensor, request_tables: Tensor, rows: Tensor, cells: Tensor, ids: Tensor) -> None:
-    columns = batch.shape[1]
-    place = cells.long() // columns
-    column = cells - place * columns
+    place, column = cells.long() // batch.shape[1], cells % batch.shape[1]
     batch[place, column] = ids
     request_tables[rows[place].long(), column] = ids
 

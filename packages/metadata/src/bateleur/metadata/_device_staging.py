@@ -1,27 +1,29 @@
 """Staging: one upload of the values that only the host knows; the device computes the rest."""
 
-from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any, TypeAlias
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from bateleur.metadata._device_fields import DeviceFields, DeviceStep, expand, gather_block_tables, write_cells
-from bateleur.metadata._memory import Buffer, DeviceQueue, PackedUpload
-from bateleur.metadata._step_values import StepLengths, StepValues
+from bateleur.metadata._memory import DeviceQueue, PackedUpload
+from bateleur.metadata._step_values import StepLengths, used_table
 from bateleur.metadata.block_table import BlockTable
 from bateleur.metadata.common_attention_metadata import BatchShape
-from bateleur.metadata.fields import LeadingDim
-from bateleur.metadata.seq_len_bound import BoolArray, I32Array, IntArray
-from bateleur.metadata.step_inputs import StepRows
+from bateleur.metadata.fields import FIELDS, PAD_SLOT
+from bateleur.metadata.seq_len_bound import IntArray
+from bateleur.metadata.step_inputs import KVCacheGroup, StepRows
 
-_Tables: TypeAlias = tuple[Tensor, Tensor, Tensor]
-"""Block table of the batch, block tables of all requests, and the request row of each batch row."""
 
-Work: TypeAlias = Callable[[Sequence[Tensor]], None]
-"""Device work that reads the uploaded arrays."""
+class _Call(NamedTuple):
+    """Device work ``function(*tensors, *uploaded, *sizes)``; ``uploaded``: indices of arrays of the upload."""
+
+    function: Callable[..., None]
+    tensors: Sequence[Tensor]
+    uploaded: Sequence[int]
+    sizes: Sequence[int]
 
 
 class DeviceStaging:
@@ -33,201 +35,134 @@ class DeviceStaging:
 
     def __init__(
         self,
-        values: StepValues,
-        buffers: Sequence[Buffer],
+        tensors: Mapping[str, Sequence[Tensor]],
+        groups: Sequence[KVCacheGroup],
         tables: Sequence[BlockTable],
-        device: torch.device,
         queue: DeviceQueue,
         seq_len_fill: int,
     ) -> None:
-        self._values, self._mirror, self._device, self._queue = values, BlockTableMirror(tables), device, queue
-        self._buffers = tuple(buffers)
-        self._tables = [b.tensor for b in buffers if b.field.leading_dim is LeadingDim.REQS_BY_BLOCKS]
-        named = {b.name: b.tensor for b in buffers}
-        slots = tuple(
-            (named[f"slot_mappings.{index}"], self._tables[index], group.block_size)
-            for index, group in enumerate(values.groups)
-            if group.has_slots
-        )
+        """tensors: arrays of each batch field, at full size. tables: of all requests; empty if steps upload tables."""
+        self._tensors, self._groups, self._queue = tensors, groups, queue
+        self._request_tables, self._tables = tables, tensors["block_tables"]
+        self._num_request_rows = len(tables[0].ids) if tables else 0
+        self._device = tensors["seq_lens"][0].device
+        slots = zip(tensors["slot_mappings"], self._tables, groups, strict=True)
         self._fields = DeviceFields(
-            named["input_ids"],
-            named["positions"],
-            named["query_start_loc"],
-            named["seq_lens"],
-            named["num_computed_tokens"],
-            slots,
+            tensors["input_ids"][0],
+            tensors["positions"][0],
+            tensors["query_start_loc"][0],
+            tensors["seq_lens"][0],
+            tensors["num_computed_tokens"][0],
+            tuple((mapping, table, group.block_size) for mapping, table, group in slots if group.has_slots),
             seq_len_fill,
         )
-        rows = values.limits.max_num_reqs
-        self._request_tables = [
-            torch.zeros((self._mirror.num_rows + 1, table.ids.shape[1]), dtype=torch.int32, device=device)
-            for table in tables
+        # By group: block table of the batch, block tables of all requests and of none, request row of each batch row.
+        self._memories = [
+            (batch, batch.new_zeros(self._num_request_rows + 1, batch.shape[1]), batch.new_zeros(batch.shape[0]))
+            for batch in (self._tables if tables else ())
         ]
-        self._rows = [torch.zeros(rows, dtype=torch.int32, device=device) for _ in tables]
         queue.launch(self._warm_up)
 
     def _warm_up(self) -> None:
         """Run the table kernels once without effect, so that no later step loads a kernel."""
-        for batch, request_tables, rows in zip(self._tables, self._request_tables, self._rows, strict=False):
-            no_rows = torch.full_like(rows, self._mirror.num_rows)
+        for batch, request_tables, rows in self._memories:
+            no_rows, zero = torch.full_like(rows, self._num_request_rows), torch.zeros_like(rows[:1])
             gather_block_tables(batch, request_tables, rows, no_rows, batch.shape[1])
-            write_cells(batch, request_tables, rows, torch.zeros_like(rows[:1]), torch.zeros_like(rows[:1]))
+            write_cells(batch, request_tables, rows, zero, zero)
 
     def forget(self) -> None:
         """Treat every entry of the buffers as unknown, so that the next step writes all of them."""
-        limits = self._values.limits
-        self._dirty_rows = self._dirty_places = limits.max_num_reqs
-        self._dirty_tokens = limits.max_num_tokens
-        self._columns = [group.max_blocks for group in self._values.groups]
-        self._unpadded = True
-        self._mirror.forget_all()
+        self._num_places = self._fields.seq_lens.shape[0]  # leading rows of the batch's tables that may hold blocks
+        self._columns = [group.max_blocks for group in self._groups]  # leading columns that may hold blocks
+        self._unpadded = list(self._tensors["slot_mappings"])
+        self._forget_batch()
+        for table in self._request_tables:
+            table.mark_all_unstaged()
+
+    def _forget_batch(self) -> None:
+        """Treat the batch as empty, because a step uploaded block tables without naming their requests."""
+        self._batch_row_of: IntArray = np.full(self._num_request_rows, -1, np.int64)  # -1: not in the batch
+        self._rows: IntArray = self._batch_row_of[:0]  # request row of each batch row
+        self._num_clears = -1
 
     def poison(self) -> None:
         """Fill all buffers with invalid values (the `poison` of each field), so that stale reads show in tests."""
 
         def fill() -> None:
-            for buffer in self._buffers:
-                buffer.tensor.fill_(buffer.field.poison)
+            for name, tensors in self._tensors.items():
+                for tensor in tensors if not FIELDS[name].on_host else ():
+                    tensor.fill_(FIELDS[name].poison)
 
         self._queue.launch(fill)
 
-    def write(self, rows: StepRows, shape: BatchShape, lengths: StepLengths, starts: I32Array | None) -> None:
-        """Upload the step and launch the kernels. ``starts``: first token of each request; None: as before."""
-        packet, work = PackedUpload(), self._pad_once()
-        truth = packet.add(rows.num_computed_tokens) if rows.num_computed_tokens_device is None else 0
-        begins = None if starts is None else packet.add(starts)
-        first = 0 if rows.sampled_token_ids is None else rows.sampled_token_ids.shape[0]
+    def write(self, rows: StepRows, shape: BatchShape, lengths: StepLengths) -> None:
+        """Upload the step and launch the kernels."""
+        packet, computed = PackedUpload(), rows.num_computed_tokens_device
+        counts = packet.add(rows.num_computed_tokens) if computed is None else 0
+        starts = packet.add(lengths.starts)
+        first = 0 if rows.sampled_token_ids is None else len(rows.sampled_token_ids)
         ids = packet.add(rows.token_ids[first:])
         if rows.block_table_rows is None:
-            self._mirror.forget_batch()
-            work += self._send_tables(packet, rows, lengths)
+            calls = self._send_tables(packet, rows, lengths)
         else:
-            work += self._send_cells(packet, rows.block_table_rows)
+            calls = self._send_cells(packet, rows.block_table_rows)
         parts = packet.send(self._queue, self._device)
-        step = DeviceStep(
-            shape.num_reqs,
-            shape.num_tokens,
-            max(shape.num_reqs, self._dirty_rows),
-            max(shape.num_tokens, self._dirty_tokens),
-            parts[truth] if rows.num_computed_tokens_device is None else rows.num_computed_tokens_device,
-            None if begins is None else parts[begins],
-            parts[ids],
-        )
-        self._dirty_rows, self._dirty_tokens = shape.num_reqs, shape.num_tokens
+        computed = parts[counts] if computed is None else computed
+        step = DeviceStep(shape.num_reqs, shape.num_tokens, computed, parts[starts], parts[ids])
+        unpadded, self._unpadded = self._unpadded, []
 
         def run() -> None:
-            for each in work:
-                each(parts)
+            for slots in unpadded:  # those of groups without slots are not written again
+                slots.fill_(PAD_SLOT)
+            for function, tensors, uploaded, sizes in calls:
+                function(*tensors, *(parts[index] for index in uploaded), *sizes)
             expand(self._fields, step)
 
         self._queue.launch(run)
         if rows.sampled_token_ids is not None:
             self._queue.copy(self._fields.input_ids[:first], rows.sampled_token_ids)
 
-    def _pad_once(self) -> list[Work]:
-        """Return device work that pads the slot mappings of groups without slots; no work after the first call."""
-        if not self._unpadded:
-            return []
-        self._unpadded = False
-        idle = [b for b in self._buffers if b.name.startswith("slot_mappings.")]
-        return [partial(_fill, each.tensor, each.pad) for each in idle]
-
-    def _send_tables(self, packet: PackedUpload, rows: StepRows, lengths: StepLengths) -> list[Work]:
+    def _send_tables(self, packet: PackedUpload, rows: StepRows, lengths: StepLengths) -> list[_Call]:
         """Add block tables of a step without ``block_table_rows`` to the upload; return the work that copies them."""
-        work: list[Work] = []
-        for index, table in enumerate(rows.block_tables):
-            masked = self._values.used_table(index, table, lengths)
-            width = masked.shape[1]
-            ends = max(self._dirty_places, len(table)), max(self._columns[index], width)
+        calls = []
+        self._forget_batch()
+        for index, (table, group) in enumerate(zip(rows.block_tables, self._groups, strict=True)):
+            used = used_table(table, group, lengths)
+            num_rows, width = used.shape
+            ends = max(self._num_places, num_rows), max(self._columns[index], width)
             target = self._tables[index][: ends[0], : ends[1]]
-            work.append(partial(_put_table, target, masked.shape, packet.add(masked)))
+            calls.append(_Call(_put_table, [target], [packet.add(used)], [num_rows, width]))
             self._columns[index] = width
-        self._dirty_places = len(rows.query_lens)
-        return work
+        self._num_places = len(rows.query_lens)
+        return calls
 
-    def _send_cells(self, packet: PackedUpload, rows: IntArray) -> list[Work]:
+    def _send_cells(self, packet: PackedUpload, rows: IntArray) -> list[_Call]:
         """Add changed batch rows and new block ids to the upload; return the work that updates the block tables."""
-        moved, work = self._mirror.place_rows(rows), list[Work]()
-        for index, batch in enumerate(self._tables):
-            table, memory = self._mirror.tables[index], (batch, self._request_tables[index], self._rows[index])
-            cells = table.take_writes(self._mirror.batch_row_of, moved is not None)
+        calls: list[_Call] = []
+        num_clears = sum(table.num_clears for table in self._request_tables)
+        moved = num_clears != self._num_clears or not np.array_equal(rows, self._rows)
+        if moved:  # some batch rows may hold block ids of another request
+            self._batch_row_of[self._rows] = -1
+            self._batch_row_of[rows] = np.arange(len(rows))
+            self._rows, self._num_clears = rows.copy(), num_clears
+        for index, (table, memory) in enumerate(zip(self._request_tables, self._memories, strict=True)):
+            cells = table.take_writes(self._batch_row_of, moved)
             width = self._columns[index] = max(self._columns[index], table.width)
-            if moved is not None:
-                source: IntArray = np.full(max(len(rows), self._dirty_places), self._mirror.num_rows)
+            if moved:
+                source: IntArray = np.full(max(len(rows), self._num_places), self._num_request_rows)
                 source[: len(rows)] = np.where(table.cleared[rows], -1 - rows, rows)
                 table.cleared[rows] = False
-                work.append(partial(_gather, memory, packet.add(source), width))
+                calls.append(_Call(gather_block_tables, memory, [packet.add(source)], [width]))
             if cells is not None:
                 places, columns, ids = cells
-                where, what = packet.add(places * batch.shape[1] + columns), packet.add(ids)
-                work.append(partial(_write, memory, where, what))
-        if moved is not None:
-            self._dirty_places = len(rows)
-        return work
+                where = packet.add(places * self._tables[index].shape[1] + columns)
+                calls.append(_Call(write_cells, memory, [where, packet.add(ids)], []))
+        if moved:
+            self._num_places = len(rows)
+        return calls
 
 
-class BlockTableMirror:
-    """Tracks which row of the batch holds each request, by the request's row in its :class:`BlockTable`.
-
-    Attributes:
-        batch_row_of: (M,) batch row of each request row, -1 if it is not in the batch.
-    """
-
-    def __init__(self, tables: Sequence[BlockTable]) -> None:
-        self.tables = tuple(tables)
-        self.num_rows = len(tables[0].ids) if tables else 0
-        self.forget_batch()
-
-    def forget_batch(self) -> None:
-        """Treat the batch as empty, because a step uploaded block tables without naming their requests."""
-        self.batch_row_of: IntArray = np.full(self.num_rows, -1, np.int64)
-        self._rows: IntArray = self.batch_row_of[:0]
-        self._rows_bytes = b""
-        self._num_clears = -1
-
-    def forget_all(self) -> None:
-        """Treat all block tables on the device as unknown, so that the next step uploads all block ids."""
-        self.forget_batch()
-        for table in self.tables:
-            table.mark_all_unstaged()
-
-    def place_rows(self, rows: IntArray) -> BoolArray | None:
-        """Assign the requests in rows `rows` (R,) of the block tables to batch rows 0 to R - 1.
-
-        Returns (R,) bool, True for batch rows that still hold block ids of another request; None if there are none.
-        """
-        num_clears = sum(table.num_clears for table in self.tables)
-        rows_bytes = rows.tobytes()
-        if rows_bytes == self._rows_bytes and num_clears == self._num_clears:
-            return None
-        moved: BoolArray = np.ones(len(rows), np.bool_)
-        both = min(len(rows), len(self._rows))
-        np.not_equal(rows[:both], self._rows[:both], out=moved[:both])
-        for table in self.tables:
-            moved |= table.cleared[rows]
-        self.batch_row_of[self._rows] = -1
-        self.batch_row_of[rows] = np.arange(len(rows))
-        self._rows, self._rows_bytes, self._num_clears = rows.copy(), rows_bytes, num_clears
-        return moved
-
-
-def _fill(tensor: Tensor, value: Any, parts: Sequence[Tensor]) -> None:
-    del parts
-    tensor.fill_(value)
-
-
-def _put_table(target: Tensor, shape: tuple[int, ...], table: int, parts: Sequence[Tensor]) -> None:
-    """Write the uploaded table to ``target``, and set the other rows and columns of ``target`` to the null block.
-
-    shape: shape of the uploaded table. parts: the uploaded arrays; ``table`` is the index of the table among them.
-    """
+def _put_table(target: Tensor, uploaded: Tensor, num_rows: int, width: int) -> None:
+    """Write the uploaded table to ``target``, and set the other rows and columns of ``target`` to the null block."""
     target.zero_()
-    target[: shape[0], : shape[1]] = parts[table].view(shape)
-
-
-def _gather(memory: _Tables, source: int, width: int, parts: Sequence[Tensor]) -> None:
-    gather_block_tables(*memory, parts[source], width)
-
-
-def _write(memory: _Tables, cells: int, ids: int, parts: Sequence[Tensor]) -> None:
-    write_cells(*memory, parts[cells], parts[ids])
+    target[:num_rows, :width] = uploaded.view(num_rows, width)

@@ -1,8 +1,6 @@
-"""Buffers of a batch, pinned memory, and copies to a device."""
+"""Pinned memory, and copies between host and device."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any, Protocol
 
 import numpy as np
@@ -10,12 +8,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from bateleur.metadata.fields import Field
 from bateleur.metadata.seq_len_bound import IntArray
 
-_ALIGNMENT = 64  # bytes: one cache line
 _PART = 4  # int32 entries; 16-byte alignment keeps Triton at one specialisation per kernel
-_GAP: IntArray = np.zeros(_PART, np.int32)
 
 
 class DeviceQueue(Protocol):
@@ -36,11 +31,9 @@ class CurrentStream:
     """Default :class:`DeviceQueue`: the current stream of the device."""
 
     def copy(self, target: Tensor, source: Tensor) -> None:
-        """Enqueue a copy into the device tensor ``target``, on the current stream."""
         target.copy_(source, non_blocking=True)
 
     def launch(self, work: Callable[[], None]) -> None:
-        """Run work that reads and writes device memory only, on the current stream."""
         work()
 
 
@@ -49,67 +42,27 @@ def movable(x: Tensor) -> Tensor:
     return x.view(torch.uint8) if x.dtype == torch.float8_e4m3fn else x
 
 
-@dataclass(slots=True)
-class Buffer:
-    """Memory of one array of a batch.
-
-    Attributes:
-        name: ``field`` or ``field.group``.
-        tensor: the tensor that the batch carries; on the device for device fields.
-        host: numpy array of the same memory; empty for device fields.
-        pad: value of the padded entries.
-        dirty: number of leading entries that may differ from ``pad``.
-    """
-
-    name: str
-    field: Field
-    tensor: Tensor
-    host: npt.NDArray[Any]
-    pad: int | bool = 0
-    dirty: int = 0
-
-    def put(self, values: Any, count: int) -> None:
-        """Write ``values`` to the first ``count`` entries; set later entries that earlier steps wrote to ``pad``."""
-        self.host[:count] = values
-        if self.dirty > count:
-            self.host[count : self.dirty] = self.pad
-        self.dirty = count
-
-
-def allocate(arrays: Sequence[tuple[str, Field, tuple[int, ...]]], device: torch.device) -> list[Buffer]:
-    """Allocate a zeroed buffer for each (name, field, shape), in this order, in one piece of memory on ``device``."""
-    sizes = [int(np.prod(shape)) * field.dtype.itemsize for _, field, shape in arrays]
-    starts = [0, *accumulate(-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes)]
-    memory = torch.zeros(starts.pop(), dtype=torch.uint8, device=device)
-    buffers = []
-    for (name, field, shape), start, size in zip(arrays, starts, sizes, strict=True):
-        tensor = memory[start : start + size].view(field.dtype).view(shape)
-        buffers.append(Buffer(name, field, tensor, np.empty(0)))
-    return buffers
-
-
 class PackedUpload:
     """All int32 arrays that a step sends to the device, packed in pinned memory and sent by one copy."""
 
     def __init__(self) -> None:
-        self._parts: list[IntArray] = []
-        self._sizes: list[int] = []
+        self._arrays: list[IntArray] = []
 
     def add(self, values: IntArray) -> int:
         """Append ``values``. Returns their index in the result of :meth:`send`."""
-        gap = -values.size % _PART
-        self._parts += (values.reshape(-1), _GAP[:gap])
-        self._sizes += (values.size, gap)
-        return len(self._sizes) - 2
+        self._arrays.append(values.reshape(-1))
+        return len(self._arrays) - 1
 
-    def send(self, queue: DeviceQueue, device: torch.device) -> tuple[Tensor, ...]:
+    def send(self, queue: DeviceQueue, device: torch.device) -> list[Tensor]:
         """Enqueue one copy of all arrays to ``device``. Returns their device tensors, by the index from :meth:`add`."""
-        source = pinned((sum(self._sizes),), torch.int32, device)
-        np.concatenate(self._parts, out=source.numpy(), casting="same_kind")
+        sizes = [array.size for array in self._arrays]
+        spaces = [-(-size // _PART) * _PART for size in sizes]
+        source = pinned((sum(spaces),), torch.int32, device)
+        for array, part in zip(self._arrays, source.split(spaces), strict=True):
+            part.numpy()[: array.size] = array
         target = torch.empty(source.shape, dtype=torch.int32, device=device)
         queue.copy(target, source)
-        parts: tuple[Tensor, ...] = target.split(self._sizes)
-        return parts
+        return [part[:size] for part, size in zip(target.split(spaces), sizes, strict=True)]
 
 
 def pinned(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -64,11 +64,7 @@ class AttentionMetadataBuilder(Protocol[M]):
 
 
 def check_reads(builder: AttentionMetadataBuilder[Any], available: Iterable[str] = FIELDS.keys()) -> None:
-    """Check the declarations of a builder.
-
-    Raises:
-        ValueError: ``builder.reads`` has a field that is not in ``available``, or ``seq_len_fill`` is not 0 or 1.
-    """
+    """Raise ValueError if ``reads`` has a field that is not ``available``, or ``seq_len_fill`` is not 0 or 1."""
     missing = sorted(builder.reads - frozenset(available))
     if missing:
         raise ValueError(f"reads: {type(builder).__name__} needs {', '.join(missing)}, which no batch carries")

@@ -23,11 +23,7 @@ class BlockTable:
     """
 
     def __init__(self, ids: I32Array) -> None:
-        """Wrap ``ids``. All contents count as not staged.
-
-        Raises:
-            ValueError: ``ids`` is not a contiguous (M, max_blocks) int32 array.
-        """
+        """Wrap ``ids``. All contents count as not staged. Raises ValueError for another layout or dtype."""
         if ids.ndim != 2 or ids.dtype != np.int32 or not ids.flags.c_contiguous:
             raise ValueError(
                 f"ids: has shape {ids.shape} and dtype {ids.dtype}, must be contiguous, (rows, max_blocks) int32"
@@ -40,8 +36,7 @@ class BlockTable:
 
     def write(self, rows: IntArray | int, columns: IntArray | int, ids: npt.ArrayLike) -> None:
         """Set ``ids[rows, columns]``; rows and columns are broadcast."""
-        cells: npt.NDArray[np.int64] = np.asarray(rows, np.int64) * self._columns + columns
-        self.write_cells(cells, ids)
+        self.write_cells(np.asarray(rows, np.int64) * self._columns + columns, ids)
 
     def write_cells(self, cells: npt.NDArray[np.int64], ids: npt.ArrayLike) -> None:
         """Set entries (n,) of the flattened ``ids``. Do not change ``cells`` afterwards."""
@@ -69,39 +64,26 @@ class BlockTable:
         self._skipped: list[IntArray] = []
         self.num_clears += 1
 
-    @property
-    def has_no_writes(self) -> bool:
-        """Whether nothing was written since the last :meth:`take_writes`."""
-        return not self._written
-
     def take_writes(self, batch_row: IntArray, moved: bool) -> tuple[IntArray, IntArray, I32Array] | None:
         """Take the logged writes of requests in the batch: batch rows, columns and current ids, (n,) each; or None.
 
         batch_row: (M,) batch row of each row of this table; -1: not in the batch, so that its writes stay in the log.
         moved: whether the batch has other requests than at the last call. Only then, older writes are searched again.
         """
-        cells = self._pending_cells(moved)
-        if cells is None:
-            return None
-        rows, columns = np.divmod(cells, self._columns)
-        self.width = max(self.width, int(columns.max(initial=-1)) + 1)
-        batch_rows = batch_row[rows]
-        if len(batch_rows) and batch_rows.min() < 0:
-            here = batch_rows >= 0
-            self._skipped.append(cells[~here])
-            cells, batch_rows, columns = cells[here], batch_rows[here], columns[here]
-        return (batch_rows, columns, self._flat[cells]) if len(batch_rows) else None
-
-    def _pending_cells(self, moved: bool) -> IntArray | None:
-        """Remove the written cells (flat indices) from the log and return them, for :meth:`take_writes`; or None."""
         if moved:
             self._written += self._skipped
             self._skipped = []
         if not self._written:
             return None
-        cells = self._written[0] if len(self._written) == 1 else np.concatenate(self._written)
-        self._written = []
-        return cells if len(cells) else None
+        cells, self._written = np.concatenate(self._written), []
+        rows, columns = np.divmod(cells, self._columns)
+        self.width = max(self.width, int(columns.max(initial=-1)) + 1)
+        batch_rows = batch_row[rows]
+        here = batch_rows >= 0
+        if not here.all():
+            self._skipped.append(cells[~here])
+            cells, batch_rows, columns = cells[here], batch_rows[here], columns[here]
+        return (batch_rows, columns, self._flat[cells]) if len(batch_rows) else None
 
 
 def expand_ranges(

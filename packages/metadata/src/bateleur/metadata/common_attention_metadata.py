@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -32,7 +31,6 @@ class BatchShape:
     max_query_len: int
 
     def __post_init__(self) -> None:
-        """Check the sizes against each other. Raises ValueError."""
         if not 0 <= self.num_reqs <= self.padded_reqs:
             raise ValueError(f"padded_reqs: {self.padded_reqs} must be at least num_reqs {self.num_reqs} >= 0")
         if not self.num_reqs <= self.num_tokens <= self.padded_tokens:
@@ -93,7 +91,6 @@ class CommonAttentionMetadata:
     generation: int = 0
 
     def __post_init__(self) -> None:
-        """Check that the batch has an upper bound of the length of every request. Raises ValueError."""
         if not isinstance(self.seq_len_bound, SeqLenBound):
             raise ValueError(f"seq_len_bound: is {self.seq_len_bound!r}; every batch carries a SeqLenBound")
         if len(self.seq_len_bound.upper) != self.num_reqs:
@@ -107,7 +104,7 @@ class CommonAttentionMetadata:
         reqs, tokens = self.num_actual_reqs, self.num_actual_tokens
         if (reqs, tokens) == (self.num_reqs, self.num_tokens):
             return self
-        arrays = batch_arrays(partial(leading, field_values(self)), reqs, tokens)
+        arrays = leading_arrays(field_values(self), reqs, tokens)
         return dataclasses.replace(self, num_reqs=reqs, num_tokens=tokens, **arrays)
 
 
@@ -119,23 +116,11 @@ def field_values(batch: CommonAttentionMetadata) -> dict[str, Any]:
     }
 
 
-def batch_arrays(view: Callable[[str, int], Any], num_reqs: int, num_tokens: int) -> dict[str, Any]:
-    """Return the array arguments of :class:`CommonAttentionMetadata` for so many requests and tokens.
-
-    ``view(name, size)`` returns the first ``size`` entries of a field.
-    """
+def leading_arrays(values: Mapping[str, Any], num_reqs: int, num_tokens: int) -> dict[str, Any]:
+    """Return the array arguments of :class:`CommonAttentionMetadata`: leading entries of the fields ``values``."""
     arrays: dict[str, Any] = {}
-    halves: dict[str, Any] = {}
     for name, field in FIELDS.items():
-        found = view(name, field.leading_dim.size(num_reqs, num_tokens))
-        if field.bound_attr:
-            halves[field.bound_attr] = found
-        else:
-            arrays[name] = found
-    return arrays | {"seq_len_bound": SeqLenBound(**halves)}
-
-
-def leading(values: Mapping[str, Any], name: str, size: int) -> Any:
-    """Return the first ``size`` entries of field ``name``; a tuple if the field has one tensor per KV-cache group."""
-    value = values[name]
-    return tuple(each[:size] for each in value) if FIELDS[name].per_group else value[:size]
+        size = field.leading_dim.size(num_reqs, num_tokens)
+        arrays[name] = tuple(each[:size] for each in values[name]) if field.per_group else values[name][:size]
+    bound = SeqLenBound(arrays.pop("seq_lens_cpu_upper_bound"), arrays.pop("seq_lens_cpu_exact"))
+    return arrays | {"seq_len_bound": bound}

@@ -23,7 +23,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class Unsupported:
-    """Type of :data:`UNSUPPORTED`, returned by a C implementation for arguments that it does not support."""
+    """Type of :data:`UNSUPPORTED`."""
 
 
 UNSUPPORTED = Unsupported()
@@ -44,10 +44,8 @@ def load(path: str) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Implementations(Generic[F]):
-    """Implementations of one function, by kind. All except ``torch`` are given as "module:name" and loaded at the first
-    call.
-
-    ``native`` returns :data:`UNSUPPORTED`, without side effects, for arguments that it does not support.
+    """Implementations of one function. ``triton`` and ``native``: "module:name", loaded at the first call. ``native``
+    returns :data:`UNSUPPORTED`, without side effects, for arguments that it does not support.
     """
 
     torch: F
@@ -78,16 +76,14 @@ def define_op(
 ) -> F:
     """Define the operator ``torch.ops.<library>.<name>`` with the signature of ``like`` and return it.
 
-    forms: its implementations. mutates: names of the arguments that it writes to. fake: implementation for fake
-    tensors. name: name of the operator; default is that of ``like``.
-
-    On CUDA, float64 uses the torch implementation, because Triton kernels compute in float32.
+    mutates: names of the arguments that it writes to. fake: implementation for fake tensors. name: default is that of
+    ``like``. On CUDA, float64 uses the torch implementation, because Triton kernels compute in float32.
     """
     name = name or like.__name__
     schema = infer_schema(like, mutates_args=tuple(mutates)).replace("SymInt", "int")
     library.define(name + schema)
-    library.impl(name, forms.torch if forms.native is None else partial(run_on_cpu, forms), "CPU")
-    library.impl(name, forms.torch if forms.triton is None else partial(_on_cuda, forms), "CUDA")
+    library.impl(name, partial(run_on_cpu, forms), "CPU")
+    library.impl(name, partial(_on_cuda, forms), "CUDA")
     register_fake(f"{library.ns}::{name}", fake, lib=library)
     return cast(F, getattr(getattr(torch.ops, library.ns), name).default)
 

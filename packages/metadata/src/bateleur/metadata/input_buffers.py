@@ -5,14 +5,14 @@ from functools import lru_cache, partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from bateleur.metadata._device_staging import DeviceStaging
-from bateleur.metadata._memory import Buffer, CurrentStream, DeviceQueue, allocate
-from bateleur.metadata._step_values import StepLengths, StepValues, dummy_rows
+from bateleur.metadata._memory import CurrentStream, DeviceQueue
+from bateleur.metadata._step_values import StepLengths, check_arrays, check_blocks, dummy_rows, step_lengths
 from bateleur.metadata.block_table import BlockTable
-from bateleur.metadata.common_attention_metadata import BatchShape, CommonAttentionMetadata, batch_arrays, leading
+from bateleur.metadata.common_attention_metadata import BatchShape, CommonAttentionMetadata, leading_arrays
 from bateleur.metadata.fields import FIELDS, Field, LeadingDim
-from bateleur.metadata.seq_len_bound import I32Array
 from bateleur.metadata.step_inputs import BatchLimits, KVCacheGroup, StepRows
 
 _MAX_CACHED_VIEWS = 1024  # sizes (rows, tokens) with cached views; a miss costs a few microseconds
@@ -66,18 +66,18 @@ class InputBuffers:
         self.device = torch.device(device)
         self.seq_len_fill = seq_len_fill
         self.generation = 0
-        self._values = StepValues(limits, self.groups, tuple(tables))
-        self._allocate()
-        on_device = [buffer for buffer in self._buffers.values() if not buffer.field.on_host]
-        self._device = DeviceStaging(
-            self._values, on_device, tables, self.device, queue or CurrentStream(), seq_len_fill
-        )
+        self._block_tables = tuple(tables)
+        self._tensors = {name: self._allocate(field) for name, field in FIELDS.items()}
+        self._whole: dict[str, Any] = {}
+        for name, field in FIELDS.items():
+            tensors = self._tensors[name]
+            single = tensors[0].numpy() if field.bound_attr else tensors[0]
+            self._whole[name] = tensors if field.per_group else single
+        self._device = DeviceStaging(self._tensors, self.groups, tables, queue or CurrentStream(), seq_len_fill)
         # Addresses are fixed, so views are cached by size.
-        view = lru_cache(len(FIELDS) * _MAX_CACHED_VIEWS)(partial(leading, self._whole))
-        self._views_of = lru_cache(_MAX_CACHED_VIEWS)(partial(batch_arrays, view))
+        self._views_of = lru_cache(_MAX_CACHED_VIEWS)(partial(leading_arrays, self._whole))
         self.forget()
-        for _ in range(2):  # the second one compiles the variant for unchanged starts
-            self.dummy(BatchShape.of(0, 0, 1))
+        self.dummy(BatchShape.of(0, 0, 1))
 
     def stage(self, rows: StepRows, shape: BatchShape, *, max_seq_len: int | None = None) -> CommonAttentionMetadata:
         """Stage one step. Returns its metadata, valid until the next call.
@@ -119,84 +119,49 @@ class InputBuffers:
 
         Earlier metadata becomes stale. The next :meth:`stage` defines every entry again.
         """
-        for buffer in self._on_host:
-            buffer.host[...] = buffer.field.poison
+        for name, field in FIELDS.items():
+            if field.on_host:
+                self._tensors[name][0].fill_(field.poison)
         self._device.poison()
         self.forget()
         self.generation += 1
 
     def forget(self) -> None:
         """Treat every entry as unknown, for example after an interrupted staging. The next staging writes all."""
-        for buffer in self._on_host:
-            buffer.dirty = len(buffer.host)
         self._device.forget()
-        self._known_starts = b""
 
     def addresses(self) -> dict[str, int]:
         """Return the data pointer of every buffer by name (``field`` or ``field.group``). They never change."""
-        return {name: buffer.tensor.data_ptr() for name, buffer in self._buffers.items()}
+        return {
+            f"{name}.{index}" if FIELDS[name].per_group else name: tensor.data_ptr()
+            for name, tensors in self._tensors.items()
+            for index, tensor in enumerate(tensors)
+        }
 
-    # -- allocation ------------------------------------------------------------------------------------------
-
-    def _allocate(self) -> None:
-        """Allocate host fields one by one and device fields in one block of memory: fields by request, then by token,
-        then block tables.
-
-        Short fields come first, so that the memory of a small step is contiguous.
-        """
-        order = (LeadingDim.REQS_PLUS_1, LeadingDim.REQS, LeadingDim.TOKENS, LeadingDim.REQS_BY_BLOCKS)
-        fields = sorted(FIELDS.values(), key=lambda field: (order.index(field.leading_dim), field.dtype.itemsize))
-        arrays = [(name, field, shape) for field in fields for name, shape in self._arrays(field)]
-        on_device = [array for array in arrays if not array[1].on_host]
-        made = allocate(on_device, self.device)
-        for name, field, shape in arrays:
-            if field.on_host:
-                tensor = torch.zeros(shape, dtype=field.dtype)
-                made.append(Buffer(name, field, tensor, tensor.numpy()))
-        self._buffers = {buffer.name: buffer for buffer in made}
-        for buffer in made:
-            buffer.pad = buffer.field.padding(0, self.seq_len_fill)
-        self._whole: dict[str, Any] = {}
-        for name, field in FIELDS.items():
-            each = [self._buffers[array] for array, _ in self._arrays(field)]
-            carried = tuple(buffer.host if field.bound_attr else buffer.tensor for buffer in each)
-            self._whole[name] = carried if field.per_group else carried[0]
-        self._on_host = [buffer for buffer in made if buffer.field.on_host]
-        self._starts_cpu = self._buffers["query_start_loc_cpu"]
-
-    def _arrays(self, field: Field) -> list[tuple[str, tuple[int, ...]]]:
-        """Return name and shape of each array of a field: one, or one per KV-cache group."""
+    def _allocate(self, field: Field) -> tuple[Tensor, ...]:
+        """Return the zeroed arrays of a field at full size: one, or one per KV-cache group."""
         extent = field.leading_dim.size(self.limits.max_num_reqs, self.limits.max_num_tokens)
-        if not field.per_group:
-            return [(field.name, (extent,))]
-        blocks = field.leading_dim is LeadingDim.REQS_BY_BLOCKS
-        return [
-            (f"{field.name}.{index}", (extent, group.max_blocks) if blocks else (extent,))
-            for index, group in enumerate(self.groups)
-        ]
-
-    # -- staging ---------------------------------------------------------------------------------------------
+        shapes: list[tuple[int, ...]] = [(extent,)] * (len(self.groups) if field.per_group else 1)
+        if field.leading_dim is LeadingDim.REQS_BY_BLOCKS:
+            shapes = [(extent, group.max_blocks) for group in self.groups]
+        device = "cpu" if field.on_host else self.device
+        return tuple(torch.zeros(shape, dtype=field.dtype, device=device) for shape in shapes)
 
     def _stage(self, rows: StepRows, shape: BatchShape, max_seq_len: int | None, real: bool) -> CommonAttentionMetadata:
-        steps = self._values
-        steps.check_sizes(rows, shape)
-        lengths = steps.lengths(rows, shape)
-        longest = lengths.longest
+        check_arrays(rows, shape, self.limits, self.groups, self._block_tables)
+        lengths = step_lengths(rows, shape, self.limits.max_model_len)
         if max_seq_len is None:
-            max_seq_len = longest
-        elif not longest <= max_seq_len <= self.limits.max_model_len:
+            max_seq_len = lengths.longest
+        elif not lengths.longest <= max_seq_len <= self.limits.max_model_len:
             raise ValueError(
-                f"max_seq_len: {max_seq_len} must be at least the longest row {longest} "
+                f"max_seq_len: {max_seq_len} must be at least the longest row {lengths.longest} "
                 f"and at most max_model_len {self.limits.max_model_len}"
             )
         if real:
-            steps.check_blocks(rows, lengths)
+            check_blocks(rows, lengths, self.groups, self._block_tables)
         # All checks passed. The buffers change from here on.
-        self._device.write(rows, shape, lengths, self._write_host(rows, shape, lengths))
-        return self._metadata(shape, max_seq_len)
-
-    def _metadata(self, shape: BatchShape, max_seq_len: int) -> CommonAttentionMetadata:
-        """Return the metadata of the batch just staged."""
+        self._write_host(rows, shape, lengths)
+        self._device.write(rows, shape, lengths)
         self.generation += 1
         return CommonAttentionMetadata(
             num_reqs=shape.padded_reqs,
@@ -209,28 +174,16 @@ class InputBuffers:
             **self._views_of(shape.padded_reqs, shape.padded_tokens),
         )
 
-    def _write_host(self, rows: StepRows, shape: BatchShape, lengths: StepLengths) -> I32Array | None:
-        """Write the host fields. Returns each request's first token (R + 1,), or None if equal to the last step's."""
-        values = {
-            "is_prefilling": rows.is_prefilling,
-            "seq_lens_cpu_upper_bound": lengths.upper,
-            "seq_lens_cpu_exact": True if rows.num_computed_is_exact is None else rows.num_computed_is_exact,
-        }
-        for buffer in self._on_host:
-            if buffer is not self._starts_cpu:
-                buffer.put(values[buffer.name], shape.num_reqs)
-        return self._write_starts(shape, lengths)
-
-    def _write_starts(self, shape: BatchShape, lengths: StepLengths) -> I32Array | None:
-        """Write each request's first token (R + 1,) on the host. Returns it, or None if equal to the last step's."""
-        known = lengths.starts.tobytes()
-        if known == self._known_starts:
-            return None
-        self._known_starts, starts = known, self._starts_cpu
-        # The padding value is the token count, so the whole buffer changes.
-        starts.pad, starts.dirty = shape.num_tokens, len(starts.host)
-        starts.put(lengths.starts, len(lengths.starts))
-        return lengths.starts
+    def _write_host(self, rows: StepRows, shape: BatchShape, lengths: StepLengths) -> None:
+        for name, values in (
+            ("query_start_loc_cpu", lengths.starts),
+            ("is_prefilling", rows.is_prefilling),
+            ("seq_lens_cpu_upper_bound", lengths.upper),
+            ("seq_lens_cpu_exact", True if rows.num_computed_is_exact is None else rows.num_computed_is_exact),
+        ):
+            field, host = FIELDS[name], self._tensors[name][0].numpy()
+            count = field.leading_dim.size(shape.num_reqs, shape.num_tokens)
+            host[:count], host[count:] = values, field.padding(shape.num_tokens, self.seq_len_fill)
 
 
 def _check_tables(tables: Sequence[BlockTable], groups: Sequence[KVCacheGroup]) -> None:

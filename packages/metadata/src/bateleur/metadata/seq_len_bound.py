@@ -34,7 +34,6 @@ class SeqLenBound:
     exact: BoolArray
 
     def __post_init__(self) -> None:
-        """Check that both arrays are (R,). Raises ValueError."""
         if self.upper.ndim != 1 or self.upper.shape != self.exact.shape:
             raise ValueError(
                 f"exact: has shape {self.exact.shape}, but upper has {self.upper.shape}; both must be (rows,)"
@@ -50,8 +49,7 @@ class SeqLenBound:
     def per_row(self, rows: int | slice = slice(None)) -> Any:
         """Return lengths of the requests ``rows``: an int for an index, (n,) int32 for a slice.
 
-        Raises:
-            InexactBound: a selected request has only an upper bound.
+        Raises :class:`InexactBound` if a selected request has only an upper bound.
         """
         if not np.all(self.exact[rows]):
             row = np.extract(~self.exact[rows], np.arange(len(self.upper))[rows])[0]

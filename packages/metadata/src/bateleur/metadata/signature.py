@@ -1,7 +1,4 @@
-"""Host scalars that a CUDA graph freezes, each with the rule that a replay must satisfy.
-
-A captured graph keeps every host number of its capture. The use of a number decides which batches may replay it.
-"""
+"""Host scalars that a CUDA graph freezes, each with the rule that a replay must satisfy."""
 
 from __future__ import annotations
 
@@ -42,18 +39,15 @@ class Signature:
         """
         captured, offered = ({name: (role, value) for name, role, value in each.items} for each in (self, runtime))
         if captured.keys() != offered.keys():
-            odd = sorted(captured.keys() ^ offered.keys())
-            return f"{odd[0]} is in only one of the two signatures"
+            return f"{min(captured.keys() ^ offered.keys())} is in only one of the two signatures"
         for name, (role, value) in captured.items():
             other_role, other = offered[name]
             if role is not other_role:
                 return f"{name} was captured as {role.value} and offered as {other_role.value}"
-            if role is Role.BOUND:
-                if value < other:  # type: ignore[operator]
-                    return f"{name} is {other}, above the captured bound {value}"
-            elif role is Role.FLOOR:
-                if value > other:  # type: ignore[operator]
-                    return f"{name} is {other}, below the captured floor {value}"
-            elif value != other:
+            if role is Role.BOUND and value < other:  # type: ignore[operator]
+                return f"{name} is {other}, above the captured bound {value}"
+            if role is Role.FLOOR and value > other:  # type: ignore[operator]
+                return f"{name} is {other}, below the captured floor {value}"
+            if role in (Role.LAYOUT, Role.CONTROL) and value != other:
                 return f"{name} is {other}, but {role.value} {value} was captured"
         return None

@@ -1,7 +1,6 @@
-"""Split of a batch into decodes and prefills, from the state of its rows (requests).
+"""Split of a batch into decodes and prefills, from the state of its rows (requests). Arguments are (R,) host arrays.
 
-A prompt of one token has the shape of a decode, but no state to continue from. All functions therefore need the state
-of the rows. Arguments are (R,) host arrays in batch order.
+Lengths alone are not enough: a prompt of one token has the shape of a decode, but no state to continue from.
 """
 
 from dataclasses import dataclass
@@ -25,11 +24,7 @@ class RowSplit:
 
 
 def decode_like(query_lens: I32Array, is_prefilling: BoolArray, num_computed_tokens: I32Array) -> BoolArray:
-    """Return (R,) bool: whether a request is past its prompt, or computes one token over existing context.
-
-    Raises:
-        ValueError: the arrays differ in shape.
-    """
+    """Return (R,) bool: whether a request is past its prompt, or computes one token over existing context."""
     for name, array in (("is_prefilling", is_prefilling), ("num_computed_tokens", num_computed_tokens)):
         if array.shape != query_lens.shape:
             raise ValueError(f"{name}: has shape {array.shape}, but query_lens has {query_lens.shape}")
@@ -58,16 +53,12 @@ def split_decodes_and_prefills(
     """Split a batch at its first row that cannot run as a decode. Decodes come first, padded rows last.
 
     Args:
-        query_lens, is_prefilling, num_computed_tokens: state of the rows.
         threshold: longest query of a decode, ``1 + drafts`` for verification.
         uniform: all decodes must have the same query length. If all rows with tokens are decodes, padded rows count as
             decodes, so that the number equals that of a graph capture.
         treat_short_extends_as_decodes: a row within its prompt counts as a decode if it has context and at most
             ``threshold`` tokens. Use it for attention. Recurrent layers need False: such a row then counts as a decode
             only if it has one token. A row without context is always a prefill.
-
-    Raises:
-        ValueError: ``threshold`` is below 1, or the arrays differ in shape.
     """
     if threshold < 1:
         raise ValueError(f"threshold: {threshold} must be at least 1")
@@ -80,8 +71,5 @@ def split_decodes_and_prefills(
         decodes &= query_lens == query_lens[0]
     num_decodes = len(decodes) if decodes.all() else int(decodes.argmin())
     num_prefills = int(np.count_nonzero(used[num_decodes:]))
-    num_decode_tokens = int(query_lens[:num_decodes].sum())
-    num_prefill_tokens = int(query_lens.sum()) - num_decode_tokens
-    if uniform and not num_prefills:
-        num_decodes = len(query_lens)
-    return RowSplit(num_decodes, num_prefills, num_decode_tokens, num_prefill_tokens)
+    tokens = int(query_lens[:num_decodes].sum()), int(query_lens[num_decodes:].sum())
+    return RowSplit(len(used) if uniform and not num_prefills else num_decodes, num_prefills, *tokens)

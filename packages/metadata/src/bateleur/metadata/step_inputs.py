@@ -1,7 +1,6 @@
 """Inputs of :class:`InputBuffers`: batch limits, KV-cache groups, and the requests of one step."""
 
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +18,6 @@ class BatchLimits:
     max_model_len: int
 
     def __post_init__(self) -> None:
-        """Check that all limits are positive. Raises ValueError."""
         for name in ("max_num_reqs", "max_num_tokens", "max_model_len"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}: {getattr(self, name)} must be at least 1")
@@ -44,7 +42,6 @@ class KVCacheGroup:
     lookahead_tokens: int = 0
 
     def __post_init__(self) -> None:
-        """Check the sizes. Raises ValueError."""
         for name, least in (("block_size", 1), ("max_blocks", 1), ("lookahead_tokens", 0)):
             if getattr(self, name) < least:
                 raise ValueError(f"{name}: {getattr(self, name)} must be at least {least}")
@@ -94,56 +91,3 @@ class StepRows:
         )
         object.__setattr__(rows, "batch_id", self.batch_id)  # set here, so that only derived rows share it
         return rows
-
-    def check_arrays(self, num_reqs: int, num_tokens: int, groups: tuple[KVCacheGroup, ...], table_rows: int) -> None:
-        """Check shapes and dtypes of all arrays. ``table_rows``: number of rows of the block tables, 0 without tables.
-
-        Raises:
-            ValueError: names the field, its value and the rule.
-        """
-        rows = (num_reqs,)
-        _expect("query_lens", self.query_lens, rows, _I32)
-        _expect("num_computed_tokens", self.num_computed_tokens, rows, _I32)
-        _expect("is_prefilling", self.is_prefilling, rows, _BOOL)
-        _expect("token_ids", self.token_ids, (num_tokens,), _I32)
-        if self.num_computed_is_exact is not None:
-            _expect("num_computed_is_exact", self.num_computed_is_exact, rows, _BOOL)
-        self._check_tables(num_reqs, groups, table_rows)
-        if self.num_computed_tokens_device is not None and self.num_computed_tokens_device.shape != rows:
-            raise ValueError(
-                f"num_computed_tokens_device: has shape {tuple(self.num_computed_tokens_device.shape)}, must be {rows}"
-            )
-        if self.sampled_token_ids is not None and (
-            self.sampled_token_ids.dim() != 1 or self.sampled_token_ids.shape[0] > num_tokens
-        ):
-            raise ValueError(
-                f"sampled_token_ids: has shape {tuple(self.sampled_token_ids.shape)}, "
-                f"must be (n,) with n <= {num_tokens}"
-            )
-
-    def _check_tables(self, num_reqs: int, groups: tuple[KVCacheGroup, ...], table_rows: int) -> None:
-        if self.block_table_rows is not None:
-            if not table_rows:
-                raise ValueError("block_table_rows: names rows, but the buffers were made without tables")
-            _expect("block_table_rows", self.block_table_rows, (num_reqs,), _I64)
-            if num_reqs and (self.block_table_rows.view(np.uint64).max() >= table_rows):
-                raise ValueError(
-                    f"block_table_rows: {self.block_table_rows} must be rows of tables of {table_rows} rows"
-                )
-            return
-        if len(self.block_tables) != len(groups):
-            raise ValueError(f"block_tables: has {len(self.block_tables)} tables for {len(groups)} KV-cache groups")
-        for table, group in zip(self.block_tables, groups, strict=True):
-            _expect("block_tables", table, (num_reqs, group.max_blocks), _I32)
-
-
-_I32 = np.dtype(np.int32)
-_I64 = np.dtype(np.int64)
-_BOOL = np.dtype(np.bool_)
-
-
-def _expect(name: str, array: npt.NDArray[Any], shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
-    if array.shape != shape:
-        raise ValueError(f"{name}: has shape {array.shape}, must be {shape}")
-    if array.dtype != dtype:
-        raise ValueError(f"{name}: has dtype {array.dtype}, must be {dtype}")

@@ -9,6 +9,7 @@ from bateleur.metadata.dispatch import load
 
 __all__ = [
     "AttentionBackend",
+    "LayerConfig",
     "PagedAttentionBuilder",
     "PagedAttentionMetadata",
     "backend_names",
@@ -37,21 +38,9 @@ def preferred_backends(device: torch.device) -> tuple[str, ...]:
     return ("triton", "torch") if device.type == "cuda" else ("native", "torch")
 
 
-def unsupported_reason(
-    name: str,
-    *,
-    device: torch.device,
-    dtype: torch.dtype,
-    head_dim: int,
-    sliding_window: int | None = None,
-    sinks: bool = False,
-    kv_dtype: torch.dtype | None = None,
-) -> str | None:
-    """Return why the backend ``name`` cannot serve the configuration, or None if it can. See :func:`get_backend`."""
-    backend = _load(name)
-    if sinks and not backend.supports_sinks:
-        return "attention sinks are not supported"
-    return backend.unsupported_reason(LayerConfig(head_dim, dtype, device, sliding_window, kv_dtype))
+def unsupported_reason(name: str, config: LayerConfig) -> str | None:
+    """Return why the backend ``name`` cannot serve a configuration, or None if it can."""
+    return _load(name).unsupported_reason(config)
 
 
 def get_backend(
@@ -79,21 +68,13 @@ def get_backend(
     """
     if name != "auto" and name not in _PATHS:
         raise ValueError(f"name={name!r}: unknown attention backend; use auto, {', '.join(backend_names())}")
-    device = torch.device(device)
+    config = LayerConfig(head_dim, dtype, torch.device(device), sliding_window, kv_dtype, sinks)
     reasons = []
-    for candidate in preferred_backends(device) if name == "auto" else (name,):
-        reason = unsupported_reason(
-            candidate,
-            device=device,
-            dtype=dtype,
-            head_dim=head_dim,
-            sliding_window=sliding_window,
-            sinks=sinks,
-            kv_dtype=kv_dtype,
-        )
+    for candidate in preferred_backends(config.device) if name == "auto" else (name,):
+        backend = _load(candidate)
+        reason = backend.unsupported_reason(config)
         if reason is None:
-            backend = _load(candidate)
-            backend.device = device
+            backend.device = config.device
             return backend
         reasons.append(f"{candidate}: {reason}")
     raise ValueError(f"name: no backend for {name!r}; {'; '.join(reasons)}")

@@ -47,23 +47,19 @@ class Launch:
 class WorkShape:
     """Sizes of the work list of a batch, and launch options of the kernels that read it, computed on the host.
 
-    The list is an int32 tensor (``num_entries``, 8): the items of each launch, then ``splits`` joins of each launch. An
-    item is one query tile with one KV split, a join adds up the splits of a tile.
+    The list is an int32 tensor (``num_entries``, 8): the items of each launch, then ``splits`` joins of each launch.
     :mod:`bateleur.metadata.backends._work_list` describes the entries.
 
     Attributes:
         group: query heads of a key head.
-        num_kv_heads: key heads.
         window: sliding window in keys, 0 for none.
         block_n: N, keys of a loop iteration; the largest of all launches, a multiple of each.
         splits: number of splits that hold all keys of a launch, approximately.
         launches: one launch, or one for short and one for long queries.
         num_items: items of all launches, padding included.
-        num_entries: entries of the list.
         num_lines: lines of partial outputs of all launches.
         unsplit_keys: requests with at most this many keys are not split.
-        join_grid: grid of the join kernel: joins, parts of a tile, key heads.
-        join_options: tile sizes and launch options of the join kernel.
+        join_grid: joins, parts of a tile, key heads.
         work_sizes: integer arguments of the kernel that computes the list.
     """
 
@@ -97,16 +93,13 @@ def split_limit(num_kv_heads: int, num_sms: int) -> int:
 
 
 def min_split_keys(block_m: int) -> int:
-    """Fewest keys of a KV split, a multiple of every N (keys of a loop iteration).
-
-    At least 256, because starting a program costs as much as reading 256 keys. At least ``4 * M``, so that the float32
-    partial output of M lines takes at most half of the bytes of the split's keys and values.
+    """Fewest keys of a KV split, a multiple of every N: starting a program costs as much as reading 256 keys, and the
+    float32 partial output of M lines takes at most half of the bytes of ``4 * M`` keys and values.
     """
     return max(256, 4 * block_m)
 
 
 def power_of_two(size: int) -> int:
-    """Smallest power of two that is at least ``size``."""
     return 1 << max(size - 1, 0).bit_length()
 
 
@@ -141,9 +134,8 @@ def tile_options(
 
 def join_options(block_m: int, head_dim: int) -> dict[str, Any]:
     """Tile sizes and launch options of a join, which adds up the partial outputs of a tile's splits. A thread loads 4 x
-    16 bytes at once and waits once for all of them.
-
-    A tile of a decode has a few lines and up to some dozen splits. A tile of a prompt has 128 lines and a few splits.
+    16 bytes at once. A tile of a decode has a few lines and up to some dozen splits, a tile of a prompt 128 lines and
+    a few splits.
     """
     block_d = max(16, power_of_two(head_dim))
     block_l, lanes = (1, 2048) if block_m <= 32 else (8, 4096)  # float32 lanes at once
@@ -157,24 +149,16 @@ def join_options(block_m: int, head_dim: int) -> dict[str, Any]:
 
 
 def launches_of(max_query_len: int, group: int) -> list[tuple[int, int, int]]:
-    """Return (shortest query length, longest or 0 for no limit, lines of a tile) of each attention launch of a batch.
-
-    group: query heads of a key head.
-    """
+    """Return (shortest query length, longest or 0 for no limit, lines of a tile) of each attention launch."""
     if max_query_len <= MAX_SHORT_QUERY_LEN:
         return [(1, 0, max_query_len * group)]
     return [(1, MAX_SHORT_QUERY_LEN, min(MAX_SHORT_QUERY_LEN * group, 64)), (MAX_SHORT_QUERY_LEN + 1, 0, 128)]
 
 
 def work_shape(
-    q_heads: int,
-    k_cache: Tensor,
-    num_rows: int,
-    num_tokens: int,
-    max_query_len: int,
-    window: int,
+    q_heads: int, k_cache: Tensor, num_rows: int, num_tokens: int, max_query_len: int, window: int,
     dtype: torch.dtype | None = None,
-) -> WorkShape:
+) -> WorkShape:  # fmt: skip
     """Return how attention with ``q_heads`` over this cache is divided for ``num_rows`` requests, padding included.
 
     num_tokens: tokens of the batch, padded ones included. max_query_len: upper bound of the tokens of a request.
@@ -187,17 +171,9 @@ def work_shape(
 
 @lru_cache(maxsize=1024)
 def _work_shape(
-    q_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
-    dtype: torch.dtype,
-    kv_dtype: torch.dtype,
-    device: torch.device,
-    num_rows: int,
-    num_tokens: int,
-    max_query_len: int,
-    window: int,
-) -> WorkShape:
+    q_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, kv_dtype: torch.dtype, device: torch.device,
+    num_rows: int, num_tokens: int, max_query_len: int, window: int,
+) -> WorkShape:  # fmt: skip
     num_sms, shared_bytes = device_sizes(device)
     group, splits = q_heads // num_kv_heads, split_limit(num_kv_heads, num_sms)
     launches: list[Launch] = []

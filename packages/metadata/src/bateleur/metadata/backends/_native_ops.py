@@ -1,5 +1,6 @@
 """C implementations of the paged-attention operators for CPU tensors. Shapes and strides are checked here."""
 
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 
@@ -16,61 +17,40 @@ _KINDS = {dtype: kind for kind, dtype in enumerate(_CACHES)}
 
 
 def write_kv(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    slot_mapping: Tensor,
-    cos: Tensor | None,
-    sin: Tensor | None,
-    kv_scales: Tensor | None = None,
-) -> None:
+    q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor,
+    cos: Tensor | None, sin: Tensor | None, kv_scales: Tensor | None = None,
+) -> None:  # fmt: skip
     """Rotate ``q`` in place, and store rotated keys and values in the slots of the KV cache. Slot -1 stores nothing.
 
-    Raises:
-        IndexError: a slot is outside of the cache. Nothing is stored then.
+    Raises IndexError if a slot is outside of the cache. Nothing is stored then.
     """
     heads, size = q.shape[1:]
     _torch_ops.check_slots(k, v, slot_mapping)
     fits = all(_by_heads(each) for each in (q, k, v)) and q.dtype == k.dtype and _stored(q, k_cache, v_cache)
-    turns = cos is None or (cos.dtype == q.dtype and cos.stride(2) == 1 and cos.stride() == _of(sin).stride())
     fits = fits and slot_mapping.dtype == torch.int64 and k.shape[1:] == k_cache.shape[2:]
-    if not (fits and turns and _dense(k_cache, v_cache, slot_mapping) and _scales_fit(kv_scales, k_cache)):
+    if cos is not None and sin is not None:
+        fits = fits and cos.dtype == q.dtype and cos.stride(2) == 1 and cos.stride() == sin.stride()
+    if not (fits and _dense(k_cache, v_cache, slot_mapping) and _scales_fit(kv_scales, k_cache)):
         _torch_ops.rotate_and_write_kv(q, k, v, k_cache, v_cache, slot_mapping, cos, sin, kv_scales=kv_scales)
         return
     slots = k_cache.shape[0] * k_cache.shape[1]
+    turn = (0, 0) if cos is None else (cos.stride(0), cos.shape[2])
     wrong = _kernels()[f"write_{_SUFFIX[q.dtype]}"](
-        q.data_ptr(), k.data_ptr(), v.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(), slot_mapping.data_ptr(),
-        0 if cos is None else cos.data_ptr(), 0 if sin is None else sin.data_ptr(),
-        0 if kv_scales is None else kv_scales.data_ptr(), _KINDS[k_cache.dtype], k.shape[0], slots, heads, k.shape[1],
-        size, q.stride(0), k.stride(0), v.stride(0),
-        0 if cos is None else cos.stride(0), 0 if cos is None else cos.shape[2],
+        *_pointers(q, k, v, k_cache, v_cache, slot_mapping, cos, sin, kv_scales),
+        _KINDS[k_cache.dtype], k.shape[0], slots, heads, k.shape[1], size, q.stride(0), k.stride(0), v.stride(0), *turn,
     )  # fmt: skip
     if wrong:
         raise IndexError(f"slot_mapping: slot {wrong} is outside the {slots} of the cache")
 
 
 def paged_attention(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    block_table: Tensor,
-    seq_lens: Tensor,
-    query_start_loc: Tensor,
-    num_decodes: int,
-    max_query_len: int,
-    max_seq_len: int,
-    scale: float,
-    sliding_window: int,
-    work: Tensor | None = None,
-    sinks: Tensor | None = None,
-    kv_scales: Tensor | None = None,
-) -> Tensor:
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, seq_lens: Tensor, query_start_loc: Tensor,
+    num_decodes: int, max_query_len: int, max_seq_len: int, scale: float, sliding_window: int,
+    work: Tensor | None = None, sinks: Tensor | None = None, kv_scales: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Return attention (T, Hq, D) over a paged cache, in C. A query's result does not depend on the other requests.
 
-    Raises:
-        IndexError: the block table names a block outside of the cache.
+    Raises IndexError if the block table names a block outside of the cache.
     """
     _torch_ops.check_sizes(q, k_cache, block_table, seq_lens, num_decodes, max_seq_len, sinks)
     rows, sizes = seq_lens.shape[0], (max_query_len, max_seq_len, scale, sliding_window)
@@ -85,9 +65,7 @@ def paged_attention(
         q = q.contiguous()
     tokens, out = q.shape[0], q.new_empty(q.shape)
     wrong = _kernels()[f"attend_{_CACHES[k_cache.dtype]}"](
-        q.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(), block_table.data_ptr(), seq_lens.data_ptr(),
-        query_start_loc.data_ptr(), 0 if sinks is None else sinks.data_ptr(),
-        0 if kv_scales is None else kv_scales.data_ptr(), out.data_ptr(),
+        *_pointers(q, k_cache, v_cache, block_table, seq_lens, query_start_loc, sinks, kv_scales, out),
         q.dtype == torch.float32, tokens, rows, q.shape[1], k_cache.shape[2], q.shape[2], q.stride(0),
         block_table.stride(0), block_table.shape[1], k_cache.shape[0], k_cache.shape[1],
         sliding_window, scale, torch.get_num_threads(),
@@ -120,14 +98,12 @@ def _dense(*tensors: Tensor) -> bool:
     return all(each.is_contiguous() for each in tensors)
 
 
-def _of(sin: Tensor | None) -> Tensor:
-    assert sin is not None
-    return sin
+def _pointers(*tensors: Tensor | None) -> list[int]:
+    return [0 if each is None else each.data_ptr() for each in tensors]
 
 
 @cache
-def _kernels() -> dict[str, native.Kernel]:
-    signatures: list[tuple[str, str]] = []
-    signatures += [(f"write_{suffix}", "=" + "p" * 9 + "l" * 11) for suffix in _SUFFIX.values()]
-    signatures += [(f"attend_{suffix}", "=" + "p" * 9 + "l" * 12 + "fi") for suffix in _CACHES.values()]
-    return dict(native.kernels(Path(native.__file__).parent / "attention.c", tuple(signatures)))
+def _kernels() -> Mapping[str, native.Kernel]:
+    writes = [(f"write_{suffix}", "=" + "p" * 9 + "l" * 11) for suffix in _SUFFIX.values()]
+    attends = [(f"attend_{suffix}", "=" + "p" * 9 + "l" * 12 + "fi") for suffix in _CACHES.values()]
+    return native.kernels(Path(native.__file__).parent / "attention.c", (*writes, *attends))

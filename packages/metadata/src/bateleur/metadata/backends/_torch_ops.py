@@ -48,19 +48,10 @@ def quantize(x_THD: Tensor, dtype: torch.dtype, scale_H: Tensor | None) -> Tenso
 
 
 def rotate_and_write_kv(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    slot_mapping: Tensor,
-    cos: Tensor | None,
-    sin: Tensor | None,
-    q_norm: Tensor | None = None,
-    k_norm: Tensor | None = None,
-    eps: float = 0.0,
-    kv_scales: Tensor | None = None,
-) -> None:
+    q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor,
+    cos: Tensor | None, sin: Tensor | None, q_norm: Tensor | None = None, k_norm: Tensor | None = None,
+    eps: float = 0.0, kv_scales: Tensor | None = None,
+) -> None:  # fmt: skip
     """Apply optional RMS norms and rotary embedding to ``q`` (in place) and ``k``, then store ``k`` and ``v``."""
     if q_norm is not None and k_norm is not None:
         whole = norm_spans_all_heads(q, k, q_norm, k_norm)
@@ -104,21 +95,10 @@ def apply_rotary(x_THD: Tensor, cos_T1R: Tensor, sin_T1R: Tensor) -> Tensor:
 
 
 def paged_attention(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    block_table: Tensor,
-    seq_lens: Tensor,
-    query_start_loc: Tensor,
-    num_decodes: int,
-    max_query_len: int,
-    max_seq_len: int,
-    scale: float,
-    sliding_window: int,
-    work: Tensor | None = None,
-    sinks: Tensor | None = None,
-    kv_scales: Tensor | None = None,
-) -> Tensor:
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, seq_lens: Tensor, query_start_loc: Tensor,
+    num_decodes: int, max_query_len: int, max_seq_len: int, scale: float, sliding_window: int,
+    work: Tensor | None = None, sinks: Tensor | None = None, kv_scales: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Return attention (T, Hq, D) over the paged caches, as :data:`bateleur.metadata.ops.paged_attention`, in tiles."""
     check_sizes(q, k_cache, block_table, seq_lens, num_decodes, max_seq_len, sinks)
     out_THD = q.new_zeros(q.shape[0] + 1, *q.shape[1:])  # the last row receives results of padded queries
@@ -145,14 +125,9 @@ def check_slots(k: Tensor, v: Tensor, slot_mapping: Tensor) -> None:
 
 
 def check_sizes(
-    q: Tensor,
-    k_cache: Tensor,
-    block_table: Tensor,
-    seq_lens: Tensor,
-    num_decodes: int,
-    max_seq_len: int,
-    sinks: Tensor | None,
-) -> None:
+    q: Tensor, k_cache: Tensor, block_table: Tensor, seq_lens: Tensor,
+    num_decodes: int, max_seq_len: int, sinks: Tensor | None,
+) -> None:  # fmt: skip
     """Raise ValueError if arguments of :func:`paged_attention` do not fit each other."""
     if sinks is not None and (sinks.shape != q.shape[1:2] or sinks.dtype != torch.float32):
         raise ValueError(
@@ -183,16 +158,9 @@ def _sink_attention(
 
 
 def _attend_tile(
-    out_THD: Tensor,
-    q_THD: Tensor,
-    caches: _Caches,
-    rows: _Rows,
-    queries: tuple[int, int],
-    max_seq_len: int,
-    scale: float,
-    sliding_window: int,
-    sinks: Tensor | None,
-) -> None:
+    out_THD: Tensor, q_THD: Tensor, caches: _Caches, rows: _Rows, queries: tuple[int, int],
+    max_seq_len: int, scale: float, sliding_window: int, sinks: Tensor | None,
+) -> None:  # fmt: skip
     """Compute attention of queries ``queries[0]:queries[1]`` of each row, and write the result to ``out_THD``."""
     block_table, seq_lens, starts = rows
     device, num_tokens = q_THD.device, q_THD.shape[0]

@@ -35,15 +35,9 @@ from bateleur.metadata.backends._launch_config import ENTRY_SIZE, Launch, WorkSh
 
 
 def attention_work(
-    k_cache: Tensor,
-    seq_lens: Tensor,
-    query_start_loc: Tensor,
-    num_heads: int,
-    num_tokens: int,
-    max_query_len: int,
-    sliding_window: int,
-    dtype: torch.dtype | None = None,
-) -> Tensor:
+    k_cache: Tensor, seq_lens: Tensor, query_start_loc: Tensor, num_heads: int, num_tokens: int, max_query_len: int,
+    sliding_window: int, dtype: torch.dtype | None = None,
+) -> Tensor:  # fmt: skip
     """Make the work list (num_entries, 8) int32 of attention for layers with ``num_heads`` and caches like this one."""
     num_rows = seq_lens.shape[0]
     shape = work_shape(num_heads, k_cache, num_rows, num_tokens, max_query_len, sliding_window, dtype)

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from operator import attrgetter
 from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 import torch
@@ -59,6 +58,7 @@ class LayerConfig(NamedTuple):
     device: torch.device
     sliding_window: int | None = None
     kv_dtype: torch.dtype | None = None
+    sinks: bool = False
 
 
 class PagedAttentionBuilder:
@@ -68,18 +68,12 @@ class PagedAttentionBuilder:
     seq_len_fill = 0
 
     def __init__(self, graph_support: GraphSupport = GraphSupport.ALWAYS) -> None:
-        """``graph_support``: batches that the backend's kernels can be captured for."""
         self.graph_support = graph_support
 
     def build(
         self, common: CommonAttentionMetadata, group: int, phase: BuildPhase = BuildPhase.RUN
     ) -> PagedAttentionMetadata:
-        """Return metadata for KV-cache group ``group``. During a capture, decodes are counted only if
-        ``max_query_len`` is 1.
-
-        Raises:
-            ValueError: the batch has no such group.
-        """
+        """Return metadata for KV-cache group ``group``. Raises ValueError if the batch has no such group."""
         if not 0 <= group < len(common.block_tables):
             raise ValueError(f"group: {group} is not one of the batch's {len(common.block_tables)} groups")
         return PagedAttentionMetadata(
@@ -103,7 +97,7 @@ class PagedAttentionBuilder:
         )
 
     def addresses(self) -> Mapping[str, int]:
-        """Return an empty mapping: the builder owns no buffers, all tensors belong to the batch."""
+        """Return an empty mapping: all tensors belong to the batch."""
         return {}
 
 
@@ -114,12 +108,8 @@ def _leading_single_token_rows(common: CommonAttentionMetadata, phase: BuildPhas
         return min(common.num_reqs, common.num_tokens)
     if 0 < common.num_actual_tokens == common.num_actual_reqs * common.max_query_len:
         return 0  # all rows have the same number, above 1
-    starts = common.query_start_loc_cpu.numpy()
-    if len(starts) > 1 and starts[1] - starts[0] != 1:
-        return 0
-    several = starts[1:] - starts[:-1] != 1
-    first = int(several.argmax()) if len(several) else 0
-    return first if len(several) and several[first] else common.num_reqs
+    several = common.query_start_loc_cpu.diff().numpy() != 1
+    return int(several.argmax()) if several.any() else common.num_reqs
 
 
 class AttentionBackend:
@@ -171,7 +161,9 @@ class AttentionBackend:
 
     def unsupported_reason(self, config: LayerConfig) -> str | None:
         """Return why the backend cannot serve a configuration, or None if it can."""
-        head_dim, dtype, device, sliding_window, kv_dtype = config
+        head_dim, dtype, device, sliding_window, kv_dtype, sinks = config
+        if sinks and not self.supports_sinks:
+            return "attention sinks are not supported"
         if head_dim < 1:
             return f"head_dim {head_dim} is not positive"
         if dtype not in self.dtypes:
@@ -201,14 +193,8 @@ class AttentionBackend:
 
         A model calls it once per forward pass, before its layers, and passes the result to every ``attend``. A CUDA
         graph records the call. Called only for backends with ``tolerates_loose_bounds``. Without a list, ``attend``
-        computes one if the backend needs it.
-
-        Args:
-            meta: metadata of this batch.
-            kv: caches of one of the layers.
-            num_heads: query heads of the layers.
-            sliding_window: window of the layers in tokens; None for none.
-            dtype: dtype of the queries; None: that of the caches.
+        computes one if the backend needs it. kv: caches of one of the layers. dtype: of the queries; None: that of
+        the caches.
         """
         return None
 
@@ -275,14 +261,10 @@ class AttentionBackend:
     def attend_cache(self, q: Tensor, kv: KVCache, meta: PagedAttentionMetadata, options: AttentionOptions) -> Tensor:
         """Return attention (T, Hq, D) over the cache; 0 for padded tokens."""
         scale, window, *rest = options
-        out: Tensor = self.kernel(q, *kv, *kernel_row_args(meta), scale, window or 0, *rest)
+        bounds = meta.num_decodes, meta.max_query_len, meta.max_seq_len
+        rows = meta.block_table, meta.seq_lens, meta.query_start_loc, *bounds
+        out: Tensor = self.kernel(q, *kv, *rows, scale, window or 0, *rest)
         return out
-
-
-kernel_row_args = attrgetter(
-    "block_table", "seq_lens", "query_start_loc", "num_decodes", "max_query_len", "max_seq_len"
-)
-"""Row arguments of attention kernels, in their order."""
 
 
 def device_refusal(device: torch.device, min_capability: tuple[int, int]) -> str | None:

@@ -1,23 +1,32 @@
 """Paged attention by FlashInfer (extra ``flashinfer``): planned on the host for each step, run for each layer.
 
 FlashInfer needs one list of the pages (KV blocks) of all requests, and for each its number of pages and the tokens
-of the last one.
-Both counts come from exact lengths on the host. The list is gathered from the block table on the device, without
-waiting. Batches with equal query lengths are planned into fixed buffers and may be captured.
+of the last one. Both counts come from exact lengths on the host. The list is gathered from the block table on the
+device, without waiting.
+
+An eager wrapper accepts any batch. A wrapper of a :class:`GraphShape` (equal query lengths) plans into buffers at fixed
+addresses, so that one CUDA graph serves every batch of that shape. Its plan is computed together with the metadata,
+before the graph is replayed.
 
 ``auto`` never selects this backend. Decodes and prefills use different kernels with different orders of summation, so
 speculative decoding could differ from plain decoding in the last bit.
 """
 
-from collections.abc import Mapping
-from importlib.util import find_spec
+from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any, NamedTuple
+
+import numpy as np
 import torch
 from torch import Tensor
 
 from bateleur.metadata import ops
+from bateleur.metadata._memory import pinned, upload
 from bateleur.metadata.attention_metadata_builder import BuildPhase, GraphSupport
-from bateleur.metadata.backends._flashinfer_plans import FlashInferMetadata, GraphShape, PlanCache, PlanConfig
 from bateleur.metadata.backends.base import (
     AttentionBackend,
     AttentionOptions,
@@ -30,9 +39,191 @@ from bateleur.metadata.common_attention_metadata import CommonAttentionMetadata
 from bateleur.metadata.seq_len_bound import I32Array, InexactBound
 from bateleur.metadata.signature import Role, Signature
 
-__all__ = ["FlashInferBackend", "FlashInferBuilder", "FlashInferMetadata"]
-
 _HEAD_DIMS = (64, 128, 256)
+WORKSPACE_BYTES = 128 << 20  # what FlashInfer's documentation recommends
+_TENSOR_CORE_GROUP = 4  # query heads per key head; from here on decoding uses tensor cores
+
+
+class GraphShape(NamedTuple):
+    """Batches that may replay one graph: equal numbers of requests (padding included) and of tokens per request.
+
+    ``owner``: number of the metadata builder, see :meth:`PlanCache.new_owner`. ``group``: KV-cache group.
+    """
+
+    owner: int
+    group: int
+    rows: int
+    query_len: int
+
+
+@dataclass(frozen=True, slots=True)
+class FlashInferMetadata(PagedAttentionMetadata):
+    """Paged-attention metadata, and exact lengths of the R requests on the host for planning.
+
+    Attributes:
+        group: KV-cache group.
+        key_lens: (R,) int32 on the host, exact number of keys of each request.
+        query_starts: (R + 1,) int32 on the host, first token of each request, and the token count.
+        shape: shape of the graphs that may replay the batch; None if it runs eagerly.
+        for_capture: the batch was staged for a graph capture or its warm-up, so it has the most tokens of its shape.
+    """
+
+    group: int
+    key_lens: I32Array
+    query_starts: I32Array
+    shape: GraphShape | None
+    for_capture: bool
+
+
+class PlanConfig(NamedTuple):
+    """Properties that attention layers must have in common to share one plan per batch.
+
+    ``sizes``: query heads, key heads, head dimension and block size, in FlashInfer's order. ``shape``: None for the
+    wrapper of eager batches.
+    """
+
+    decode: bool
+    group: int
+    sizes: tuple[int, int, int, int]
+    q_dtype: torch.dtype
+    kv_dtype: torch.dtype
+    device: torch.device
+    scale: float
+    sliding_window: int | None
+    shape: GraphShape | None = None
+
+
+class PlanCache:
+    """All FlashInfer wrappers of a backend, with their plans. The wrappers of one device share a workspace."""
+
+    def __init__(self) -> None:
+        self._num_owners = 0
+        self._wrappers: dict[PlanConfig, PlannedWrapper] = {}
+        self._shapes: dict[GraphShape, list[PlannedWrapper]] = {}
+        self._workspaces: dict[torch.device, Tensor] = {}
+
+    def new_owner(self) -> int:
+        """Return a number that identifies a builder, to tell its graphs from those of other builders."""
+        self._num_owners += 1
+        return self._num_owners
+
+    def has_shape(self, shape: GraphShape) -> bool:
+        """Return whether a graph was warmed up or captured for this shape."""
+        return shape in self._shapes
+
+    def plan_for_graphs(self, meta: FlashInferMetadata) -> None:
+        """Plan all graph wrappers of the shape of `meta` for this batch. A shape that was not warmed up has none."""
+        assert meta.shape is not None
+        for wrapper in self._shapes.setdefault(meta.shape, []):
+            wrapper.plan_for(meta, 0, meta.shape.rows)
+
+    def wrapper(self, config: PlanConfig, meta: FlashInferMetadata) -> PlannedWrapper | None:
+        """Return the wrapper of ``config``; None if it is for graphs and ``meta`` comes before their capture."""
+        if config not in self._wrappers:
+            if config.shape is not None and not meta.for_capture:
+                return None
+            if config.device not in self._workspaces:  # shared by kernels of one stream: its contents are temporary
+                memory = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=config.device)
+                self._workspaces[config.device] = memory
+            made = PlannedWrapper(config, self._workspaces[config.device], meta.block_table.shape[1])
+            self._wrappers[config] = made
+            if config.shape is not None:
+                self._shapes[config.shape].append(made)
+        return self._wrappers[config]
+
+    def addresses(self, owner: int) -> dict[str, int]:
+        """Return the addresses of the plan buffers that a builder's graphs read, by name. ``owner``: builder number."""
+        return {
+            f"{shape.rows} rows of {shape.query_len}, plan {number}, {name}": tensor.data_ptr()
+            for shape, wrappers in self._shapes.items()
+            if shape.owner == owner
+            for number, wrapper in enumerate(wrappers)
+            for name, tensor in wrapper.buffers.items()
+        }
+
+
+class PlannedWrapper:
+    """One FlashInfer wrapper and the batch that it is planned for.
+
+    `buffers`: plan buffers at fixed addresses, if graphs use the wrapper. `max_blocks`: KV blocks of a request.
+    """
+
+    def __init__(self, config: PlanConfig, workspace: Tensor, max_blocks: int) -> None:
+        flashinfer: Any = import_module("flashinfer")
+        self._config = config
+        self._planned_for: FlashInferMetadata | None = None
+        self._copied: torch.cuda.Event | None = None
+        self.buffers: dict[str, Tensor] = {}
+        if config.shape is not None:
+            rows, end = config.shape.rows, "buffer" if config.decode else "buf"
+            sizes = {"paged_kv_indptr": rows + 1, "paged_kv_indices": rows * max_blocks, "paged_kv_last_page_len": rows}
+            sizes |= {} if config.decode else {"qo_indptr": rows + 1}
+            self.buffers = {
+                f"{name}_{end}": torch.zeros(size, dtype=torch.int32, device=config.device)
+                for name, size in sizes.items()
+            }
+        options: dict[str, Any] = {"use_cuda_graph": True, **self.buffers} if self.buffers else {}
+        if config.decode:
+            options["use_tensor_cores"] = config.sizes[0] // config.sizes[1] >= _TENSOR_CORE_GROUP
+        kind = "Decode" if config.decode else "Prefill"
+        self._wrapper = getattr(flashinfer, f"Batch{kind}WithPagedKVCacheWrapper")(workspace, "NHD", **options)
+
+    def plan_for(self, meta: FlashInferMetadata, begin: int, end: int) -> Any:
+        """Return FlashInfer's wrapper, planned for requests ``begin`` to ``end - 1`` of ``meta``, padding included."""
+        if self._planned_for is not meta:
+            if self._copied is not None:  # it plans in pinned memory of its own, whose last copy may be on its way
+                self._copied.synchronize()
+            self._plan(meta, begin, end)
+            self._planned_for = meta
+            if self._config.device.type == "cuda":
+                self._copied = torch.cuda.Event()
+                self._copied.record()
+        return self._wrapper
+
+    def _plan(self, meta: FlashInferMetadata, begin: int, end: int) -> None:
+        config, padding = self._config, max(0, end - len(meta.key_lens))
+        # The decode wrapper needs a key in every row. Padded rows get the zeros of the null block.
+        key_lens = np.pad(meta.key_lens[begin:end], (0, padding), constant_values=1)
+        page_starts, last_page_lens = page_indptr_and_last_lens(key_lens, config.sizes[3])
+        pages = page_indices(meta.block_table[begin:end], page_starts)
+        arguments = [self._host(page_starts), pages, self._host(last_page_lens), *config.sizes]
+        options = {
+            "q_data_type": config.q_dtype,
+            "kv_data_type": config.kv_dtype,
+            "sm_scale": config.scale,
+            "window_left": -1 if config.sliding_window is None else config.sliding_window - 1,
+        }
+        if not config.decode:
+            starts = np.pad(meta.query_starts[begin : end + 1], (0, padding), "edge") - meta.query_starts[begin]
+            arguments.insert(0, self._host(starts))
+            options["causal"] = True
+        self._wrapper.plan(*arguments, **options)
+
+    def _host(self, array: I32Array) -> Tensor:
+        """Return the array as a tensor, in pinned memory if the device is CUDA. FlashInfer reads and copies it."""
+        return pinned(array.shape, torch.int32, self._config.device).copy_(torch.from_numpy(array))
+
+
+def page_indptr_and_last_lens(key_lens: I32Array, block_size: int) -> tuple[I32Array, I32Array]:
+    """Return FlashInfer's ``paged_kv_indptr`` (R + 1,) and ``paged_kv_last_page_len`` (R,). ``key_lens`` (R,) must be
+    >= 1.
+    """
+    counts = (key_lens + (block_size - 1)) // block_size
+    starts = np.zeros(len(key_lens) + 1, np.int32)
+    np.cumsum(counts, out=starts[1:])
+    return starts, (key_lens - (counts - 1) * block_size).astype(np.int32)
+
+
+def page_indices(block_table: Tensor, starts: I32Array) -> Tensor:
+    """Return FlashInfer's ``paged_kv_indices`` (P,) int32: KV blocks of all requests, on the device of ``block_table``.
+
+    ``starts`` is the ``paged_kv_indptr`` (R + 1,) on the host. P is therefore known without waiting for the device.
+    """
+    device, total = block_table.device, int(starts[-1])
+    first = upload(starts.copy(), device)
+    row = torch.repeat_interleave(torch.arange(len(starts) - 1, device=device), first.diff().long(), output_size=total)
+    column = torch.arange(total, device=device) - first[row]
+    return block_table[row, column]
 
 
 class FlashInferBuilder(PagedAttentionBuilder):
@@ -41,7 +232,6 @@ class FlashInferBuilder(PagedAttentionBuilder):
     reads = PagedAttentionBuilder.reads | {"seq_lens_cpu_upper_bound", "seq_lens_cpu_exact"}
 
     def __init__(self, plans: PlanCache) -> None:
-        """``plans``: FlashInfer wrappers of the backend with their plans."""
         super().__init__(GraphSupport.UNIFORM)
         self._plans, self._owner = plans, plans.new_owner()
 
@@ -50,9 +240,7 @@ class FlashInferBuilder(PagedAttentionBuilder):
     ) -> FlashInferMetadata:
         """Return metadata for KV-cache group ``group``, and plan the graphs that may replay the batch.
 
-        Raises:
-            InexactBound: the host has only an upper bound of a request's length.
-            ValueError: the batch has no such group.
+        Raises InexactBound if the host has only an upper bound of a request's length.
         """
         paged = super().build(common, group, phase)
         rows = common.num_actual_reqs
@@ -99,10 +287,9 @@ class FlashInferBuilder(PagedAttentionBuilder):
     def _shape(self, common: CommonAttentionMetadata, group: int) -> GraphShape | None:
         """Return the graph shape of a batch if all requests have ``max_query_len`` tokens, else None."""
         longest = common.max_query_len
-        padded, real = ((common.num_tokens, common.num_reqs), (common.num_actual_tokens, common.num_actual_reqs))
-        if not longest or any(tokens != rows * longest for tokens, rows in (padded, real)):
-            return None
-        return GraphShape(self._owner, group, common.num_reqs, longest)
+        full = common.num_tokens == common.num_reqs * longest
+        equal = common.num_actual_tokens == common.num_actual_reqs * longest
+        return GraphShape(self._owner, group, common.num_reqs, longest) if full and equal else None
 
 
 class FlashInferBackend(AttentionBackend):
@@ -124,7 +311,7 @@ class FlashInferBackend(AttentionBackend):
         return FlashInferBuilder(self._plans)
 
     def missing_requirement(self, config: LayerConfig) -> str | None:
-        """Return why FlashInfer cannot serve ``config``, or None. It must be installed and support the head size."""
+        """Return why FlashInfer cannot serve ``config``, or None."""
         if find_spec("flashinfer") is None:
             return "flashinfer is not installed; bateleur-metadata[flashinfer] installs it"
         if config.head_dim not in _HEAD_DIMS:
@@ -145,7 +332,7 @@ class FlashInferBackend(AttentionBackend):
         rest = meta.group, sizes, q.dtype, k_cache.dtype, q.device, options.scale, options.sliding_window
         if (shape := meta.shape) is not None:
             single = shape.query_len == 1
-            wrapper = self._plans.graph_wrapper(PlanConfig(single, *rest, shape), meta)
+            wrapper = self._plans.wrapper(PlanConfig(single, *rest, shape), meta)
             if wrapper is not None:
                 tokens = slice(0, len(q) if single else int(meta.query_starts[-1]))
                 wrapper.plan_for(meta, 0, shape.rows).run(q[tokens], kv, out=out[tokens])
@@ -153,6 +340,7 @@ class FlashInferBackend(AttentionBackend):
         for decode, begin, end in ((True, 0, n), (False, n, len(meta.key_lens))):
             if begin < end:
                 tokens = slice(int(meta.query_starts[begin]), int(meta.query_starts[end]))
-                plan = self._plans.eager_wrapper(PlanConfig(decode, *rest)).plan_for(meta, begin, end)
-                plan.run(q[tokens], kv, out=out[tokens])
+                wrapper = self._plans.wrapper(PlanConfig(decode, *rest), meta)
+                assert wrapper is not None
+                wrapper.plan_for(meta, begin, end).run(q[tokens], kv, out=out[tokens])
         return out

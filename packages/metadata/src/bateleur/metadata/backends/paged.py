@@ -28,7 +28,7 @@ class TorchBackend(AttentionBackend):
     kernel = staticmethod(ops.paged_attention)
 
     def missing_requirement(self, config: LayerConfig) -> str | None:
-        """Return why torch cannot serve ``config``, or None: the device must be a CPU or CUDA."""
+        """Return why torch cannot serve ``config``, or None."""
         return None if config.device.type in ("cpu", "cuda") else f"device {config.device} is neither CPU nor CUDA"
 
 
@@ -47,7 +47,7 @@ class NativeBackend(AttentionBackend):
     kernel = staticmethod(ops.native_paged_attention)
 
     def missing_requirement(self, config: LayerConfig) -> str | None:
-        """Return why C cannot serve ``config``, or None: the device must be a CPU, and C kernels available."""
+        """Return why C cannot serve ``config``, or None."""
         return native.unavailable_reason() if config.device.type == "cpu" else f"device {config.device} is not a CPU"
 
 
@@ -81,7 +81,7 @@ class TritonBackend(AttentionBackend):
         return ops.attention_work(kv[0], meta.seq_lens, meta.query_start_loc, *bounds, dtype)
 
     def missing_requirement(self, config: LayerConfig) -> str | None:
-        """Return why Triton cannot serve ``config``, or None. FP8 caches need compute capability 8.9."""
+        """Return why Triton cannot serve ``config``, or None."""
         if config.head_dim > _MAX_HEAD_DIM:
             return f"head_dim {config.head_dim} is above {_MAX_HEAD_DIM}"
         if find_spec("triton") is None:

@@ -36,17 +36,9 @@ def write_kv_reference(
 
 
 def paged_attention_reference(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    block_table: Tensor,
-    seq_lens: Tensor,
-    query_start_loc: Tensor,
-    scale: float,
-    sliding_window: int = 0,
-    sinks: Tensor | None = None,
-    kv_scales: Tensor | None = None,
-) -> Tensor:
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, seq_lens: Tensor, query_start_loc: Tensor,
+    scale: float, sliding_window: int = 0, sinks: Tensor | None = None, kv_scales: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Return attention (T, Hq, D) of queries (T, Hq, D) over the paged cache, in the dtype of ``q``.
 
     Row ``r`` (a request) owns tokens ``query_start_loc[r]:query_start_loc[r + 1]``, the last of its ``seq_lens[r]``

@@ -108,7 +108,7 @@ def _probe(config: LayerConfig, active: str | None) -> str | None:
     The table names the blocks in descending order. Values are 1 in its blocks and 2 elsewhere, so that a kernel that
     ignores the table is detected. All cache values are finite.
     """
-    size, (head_dim, dtype, device, sliding_window, _) = _PROBE_BLOCK_SIZE, config
+    size, (head_dim, dtype, device, sliding_window, *_) = _PROBE_BLOCK_SIZE, config
     keys = torch.zeros(8, size, 1, head_dim, dtype=dtype, device=device)
     values = torch.full_like(keys, 2)
     table = torch.tensor([[7, 6], [5, 4]], dtype=torch.int32, device=device)

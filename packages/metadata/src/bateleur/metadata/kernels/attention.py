@@ -6,14 +6,9 @@ joins them. Programs never wait for each other, because launches run in order.
 Shapes: M lines of a tile (tokens x query heads of one key head), D head dimension, S splits, L lines of a join.
 """
 
-from typing import NamedTuple
-
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from bateleur.metadata.backends._launch_config import WorkShape
 from bateleur.metadata.kernels._attention_tile import LOG2_E, attend_range, finish
 
 _LOG2_E = tl.constexpr(LOG2_E)
@@ -147,43 +142,3 @@ def join_kernel(
     out_L = (token.to(tl.int64) + line_L // GROUP) * num_kv_heads * GROUP + head * GROUP + line_L % GROUP
     out_LD = out_ptr + out_L[:, None] * HEAD_DIM + d[None, :]
     tl.store(out_LD, acc_LD.to(out_ptr.dtype.element_ty), mask=(m < num_m)[:, None] & (d < HEAD_DIM)[None, :])
-
-
-class Batch(NamedTuple):
-    """Tensors of an attention call: queries (T, Hq, D), caches, block table (R, max_blocks), work list, and sinks (Hq,)
-    float32 or None.
-    """
-
-    q: Tensor
-    k_cache: Tensor
-    v_cache: Tensor
-    block_table: Tensor
-    work: Tensor
-    sinks: Tensor | None = None
-
-    def strides(self) -> tuple[int, ...]:
-        """Return strides of: token (queries); block, slot, head (caches); row (block table)."""
-        return (self.q.stride(0), *self.k_cache.stride()[:3], self.block_table.stride(0))
-
-
-def attend(
-    batch: Batch, shape: WorkShape, out: Tensor, max_seq_len: int, scale: float, kv_scales: Tensor | None
-) -> None:
-    """Write paged attention to ``out`` (T, Hq, D), contiguous, by the launches of ``shape``. Padded tokens become 0."""
-    q, k_cache, v_cache, table, work, sinks = batch
-    num_tokens, _, head_dim = q.shape
-    may_split = max_seq_len > shape.unsplit_keys
-    num_lines = shape.num_lines if may_split else 0
-    part = torch.empty(num_lines, head_dim, dtype=torch.float32, device=q.device)
-    lse = torch.empty(num_lines, dtype=torch.float32, device=q.device)
-    sizes = {"GROUP": shape.group, "HEAD_DIM": head_dim, "SINKS": sinks is not None}
-    sinks = q if sinks is None else sinks  # a placeholder that the kernels do not read
-    for launch in shape.launches:
-        attention_kernel[(launch.num_items, shape.num_kv_heads)](
-            q, k_cache, v_cache, table, work, sinks, out, part, lse, scale * LOG2_E,
-            launch.first_item, launch.first_line, num_tokens, *batch.strides(),
-            q if kv_scales is None else kv_scales, SCALED=kv_scales is not None,
-            BLOCK_SIZE=k_cache.shape[1], WINDOW=shape.window, **sizes, **launch.options,
-        )  # fmt: skip
-    if may_split:
-        join_kernel[shape.join_grid](part, lse, work, sinks, out, shape.num_items, **sizes, **shape.join_options)

@@ -6,23 +6,15 @@ from torch import Tensor
 from bateleur.metadata.backends._launch_config import ENTRY_SIZE, work_shape
 from bateleur.metadata.backends._torch_ops import check_sizes, norm_spans_all_heads
 from bateleur.metadata.kernels import attention, write_kv
+from bateleur.metadata.kernels._attention_tile import LOG2_E
 from bateleur.metadata.kernels.work_list import attention_work
 
 
 def rotate_and_write_kv(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    slot_mapping: Tensor,
-    cos: Tensor | None,
-    sin: Tensor | None,
-    q_norm: Tensor | None = None,
-    k_norm: Tensor | None = None,
-    eps: float = 0.0,
-    kv_scales: Tensor | None = None,
-) -> None:
+    q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor,
+    cos: Tensor | None, sin: Tensor | None, q_norm: Tensor | None = None, k_norm: Tensor | None = None,
+    eps: float = 0.0, kv_scales: Tensor | None = None,
+) -> None:  # fmt: skip
     """Apply optional RMS norms and rotary embedding to ``q`` (in place) and ``k``, then store ``k`` and ``v``."""
     _check_layout(k_cache, v_cache, q=q, k=k, v=v)
     if not slot_mapping.shape[0] == q.shape[0] == k.shape[0] or k.shape != v.shape:
@@ -51,27 +43,16 @@ def rotate_and_write_kv(
 
 
 def paged_attention(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    block_table: Tensor,
-    seq_lens: Tensor,
-    query_start_loc: Tensor,
-    num_decodes: int,
-    max_query_len: int,
-    max_seq_len: int,
-    scale: float,
-    sliding_window: int,
-    work: Tensor | None = None,
-    sinks: Tensor | None = None,
-    kv_scales: Tensor | None = None,
-) -> Tensor:
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, seq_lens: Tensor, query_start_loc: Tensor,
+    num_decodes: int, max_query_len: int, max_seq_len: int, scale: float, sliding_window: int,
+    work: Tensor | None = None, sinks: Tensor | None = None, kv_scales: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Return paged attention (T, Hq, D) by Triton kernels. ``work``: the work list; None computes it."""
     _check_layout(k_cache, v_cache, q=q)
     check_sizes(q, k_cache, block_table, seq_lens, num_decodes, max_seq_len, sinks)
     if scale <= 0:
         raise ValueError(f"scale: {scale} is not positive")
-    num_tokens, num_heads, _ = q.shape
+    num_tokens, num_heads, head_dim = q.shape
     bounds = num_tokens, max_query_len, sliding_window
     shape = work_shape(num_heads, k_cache, seq_lens.shape[0], *bounds, q.dtype)
     if work is None:
@@ -82,8 +63,24 @@ def paged_attention(
             "of int32 for these rows, tokens, heads and dtype of q; make it by attention_work with the same arguments"
         )
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    batch = attention.Batch(q, k_cache, v_cache, block_table, work, sinks)
-    attention.attend(batch, shape, out, max_seq_len, scale, kv_scales)
+    may_split = max_seq_len > shape.unsplit_keys
+    num_lines = shape.num_lines if may_split else 0
+    part = torch.empty(num_lines, head_dim, dtype=torch.float32, device=q.device)
+    lse = torch.empty(num_lines, dtype=torch.float32, device=q.device)
+    sizes = {"GROUP": shape.group, "HEAD_DIM": head_dim, "SINKS": sinks is not None}
+    sinks = q if sinks is None else sinks  # a placeholder that the kernels do not read
+    for launch in shape.launches:
+        attention.attention_kernel[(launch.num_items, shape.num_kv_heads)](
+            q, k_cache, v_cache, block_table, work, sinks, out, part, lse, scale * LOG2_E,
+            launch.first_item, launch.first_line, num_tokens,
+            q.stride(0), *k_cache.stride()[:3], block_table.stride(0),
+            q if kv_scales is None else kv_scales, SCALED=kv_scales is not None,
+            BLOCK_SIZE=k_cache.shape[1], WINDOW=shape.window, **sizes, **launch.options,
+        )  # fmt: skip
+    if may_split:
+        attention.join_kernel[shape.join_grid](
+            part, lse, work, sinks, out, shape.num_items, **sizes, **shape.join_options
+        )
     return out
 
 

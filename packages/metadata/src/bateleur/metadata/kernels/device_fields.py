@@ -15,54 +15,41 @@ _TILE = 256
 _OPTIONS = {"num_warps": 4, "enable_fp_fusion": True}
 
 
-@triton.jit(
-    do_not_specialize=[
-        "num_reqs",
-        "num_tokens",
-        "pad_rows_until",
-        "pad_tokens_until",
-        "max_reqs",
-        "first_id",
-        "table_row",
-    ]
-)
+@triton.jit(do_not_specialize=["num_reqs", "num_tokens", "max_reqs", "max_tokens", "first_id", "table_row"])
 def device_fields_kernel(
     computed_ptr, new_starts_ptr, new_ids_ptr, table_ptr,
     ids_ptr, positions_ptr, starts_ptr, seq_lens_ptr, num_computed_ptr, slots_ptr,
-    num_reqs, num_tokens, pad_rows_until, pad_tokens_until, max_reqs, first_id, table_row,
-    STARTS: tl.constexpr, FIELDS: tl.constexpr, BLOCK_SIZE: tl.constexpr, FILL: tl.constexpr,
-    SEARCH: tl.constexpr, BLOCK: tl.constexpr,
+    num_reqs, num_tokens, max_reqs, max_tokens, first_id, table_row,
+    FIELDS: tl.constexpr, BLOCK_SIZE: tl.constexpr, FILL: tl.constexpr, SEARCH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Compute positions, lengths and slot mapping of a batch, and pad them. Grid (tiles of requests or tokens, the
     larger number).
 
     Occupancy on sm_90: at least 16 blocks per SM.
 
-    STARTS: write query_start_loc. FIELDS: write all fields, else slots only. BLOCK_SIZE: 0 if there are no slots.
+    FIELDS: write all fields, else slots only. BLOCK_SIZE: 0 if there are no slots.
     """
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    source_ptr = new_starts_ptr if STARTS else starts_ptr
     if FIELDS:
         real_N = index < num_reqs
-        start_N = tl.load(source_ptr + index, mask=real_N, other=num_tokens)
-        end_N = tl.load(source_ptr + index + 1, mask=real_N, other=num_tokens)
+        start_N = tl.load(new_starts_ptr + index, mask=real_N, other=num_tokens)
+        end_N = tl.load(new_starts_ptr + index + 1, mask=real_N, other=num_tokens)
         computed_N = tl.load(computed_ptr + index, mask=real_N, other=0).to(tl.int32)
-        row_N = index < pad_rows_until
+        row_N = index < max_reqs
         tl.store(num_computed_ptr + index, computed_N, mask=row_N)
         tl.store(seq_lens_ptr + index, tl.where(real_N, computed_N + end_N - start_N, FILL), mask=row_N)
-        if STARTS:
-            tl.store(starts_ptr + index, start_N, mask=index <= max_reqs)
+        tl.store(starts_ptr + index, start_N, mask=index <= max_reqs)
 
     # The row of a token is the number of rows that end at or before it.
     low_T, high_T = tl.zeros([BLOCK], tl.int32), tl.zeros([BLOCK], tl.int32) + num_reqs
     for _ in tl.static_range(SEARCH):
         open_T = low_T < high_T
         middle_T = (low_T + high_T) // 2
-        ended_T = tl.load(source_ptr + middle_T + 1, mask=open_T, other=0) <= index
+        ended_T = tl.load(new_starts_ptr + middle_T + 1, mask=open_T, other=0) <= index
         low_T = tl.where(open_T & ended_T, middle_T + 1, low_T)
         high_T = tl.where(open_T & (ended_T == 0), middle_T, high_T)
-    owned_T, token_T = index < num_tokens, index < pad_tokens_until
-    start_T = tl.load(source_ptr + low_T, mask=owned_T, other=0)
+    owned_T, token_T = index < num_tokens, index < max_tokens
+    start_T = tl.load(new_starts_ptr + low_T, mask=owned_T, other=0)
     computed_T = tl.load(computed_ptr + low_T, mask=owned_T, other=0).to(tl.int32)
     position_T = tl.where(owned_T, computed_T + index - start_T, 0)
     if FIELDS:
@@ -118,19 +105,14 @@ def write_block_ids_kernel(
 
 def expand(fields: DeviceFields, step: DeviceStep) -> None:
     """Write all device fields except the block tables. One launch, and one more for each further group with slots."""
-    x = fields
-    max_reqs = x.seq_lens.shape[0]
-    reach = max(step.pad_rows_until, step.pad_tokens_until, 0 if step.query_start_loc is None else max_reqs + 1, 1)
-    first_id = step.num_tokens - step.token_ids.shape[0]
-    sizes = (step.num_reqs, step.num_tokens, step.pad_rows_until, step.pad_tokens_until, max_reqs, first_id)
-    starts = x.query_start_loc if step.query_start_loc is None else step.query_start_loc
-    nothing = (x.positions, x.query_start_loc, 0)
-    for index, (slots, table, block_size) in enumerate(x.slots or (nothing,)):
-        device_fields_kernel[(cdiv(reach, _TILE),)](
-            step.num_computed_tokens, starts, step.token_ids, table,
+    x, num_tokens = fields, step.num_tokens
+    max_reqs, max_tokens = x.seq_lens.shape[0], x.positions.shape[0]
+    sizes = step.num_reqs, num_tokens, max_reqs, max_tokens, num_tokens - step.token_ids.shape[0]
+    for index, (slots, table, block_size) in enumerate(x.slots or ((x.positions, x.query_start_loc, 0),)):
+        device_fields_kernel[(cdiv(max(max_reqs + 1, max_tokens), _TILE),)](
+            step.num_computed_tokens, step.query_start_loc, step.token_ids, table,
             x.input_ids, x.positions, x.query_start_loc, x.seq_lens, x.num_computed_tokens, slots,
-            *sizes, table.shape[-1],
-            STARTS=step.query_start_loc is not None and index == 0, FIELDS=index == 0, BLOCK_SIZE=block_size,
+            *sizes, table.shape[-1], FIELDS=index == 0, BLOCK_SIZE=block_size,
             FILL=x.seq_len_fill, SEARCH=max_reqs.bit_length(), BLOCK=_TILE, **_OPTIONS,
         )  # fmt: skip
 

@@ -174,15 +174,9 @@ def work_kernel(
 
 
 def attention_work(
-    k_cache: Tensor,
-    seq_lens: Tensor,
-    query_start_loc: Tensor,
-    num_heads: int,
-    num_tokens: int,
-    max_query_len: int,
-    sliding_window: int,
-    dtype: torch.dtype | None = None,
-) -> Tensor:
+    k_cache: Tensor, seq_lens: Tensor, query_start_loc: Tensor, num_heads: int, num_tokens: int, max_query_len: int,
+    sliding_window: int, dtype: torch.dtype | None = None,
+) -> Tensor:  # fmt: skip
     """Compute the work list of query tiles and KV splits, (num_entries, 8) int32, as `_work_list.attention_work`."""
     num_rows = seq_lens.shape[0]
     shape = work_shape(num_heads, k_cache, num_rows, num_tokens, max_query_len, sliding_window, dtype)

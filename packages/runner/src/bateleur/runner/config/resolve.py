@@ -9,7 +9,7 @@ import torch
 from bateleur.mamba import PromptScan
 from bateleur.mamba.ops.delta_scan import fla
 from bateleur.metadata import AttentionBackend, get_backend
-from bateleur.metadata.backends import backend_names, preferred_backends, unsupported_reason
+from bateleur.metadata.backends import LayerConfig, backend_names, preferred_backends, unsupported_reason
 from bateleur.runner.models.spec import DeltaLayer, ModelSpec
 from bateleur.runner.utils.arguments import member_of, refuse
 from bateleur.runner.utils.device import DTYPES
@@ -49,9 +49,8 @@ def describe_backend(
         return None
 
     def refusal(candidate: str) -> str | None:
-        return unsupported_reason(
-            candidate, device=device, dtype=dtype, head_dim=spec.widest_head, sinks=spec.has_sinks, kv_dtype=kv_dtype
-        )
+        config = LayerConfig(spec.widest_head, dtype, device, kv_dtype=kv_dtype, sinks=spec.has_sinks)
+        return unsupported_reason(candidate, config)
 
     notes = [choose_backend(name, device, dtype, spec, kv_dtype).name]
     if name != "auto":
