@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from functools import cache
 from numbers import Number
 from types import EllipsisType, NoneType
-from typing import Any
+from typing import Any, TypeAlias
 from weakref import WeakSet
 
 import torch
@@ -31,16 +31,15 @@ _OTHER_GRAPH = (
 )
 
 
+PoolViews: TypeAlias = WeakSet[UntypedStorage]
+"""Storages of all non-owning views that captures of a pool have made, see `CaptureTracker.non_owning`."""
+
+
 @cache
 def writes(func: OpOverload) -> tuple[tuple[int, str], ...]:
     """Return position and name of the arguments whose memory an operator writes."""
-    if changes_views(func):
-        return ()
-    return tuple(
-        (position, argument.name)
-        for position, argument in enumerate(func._schema.arguments)
-        if argument.alias_info is not None and argument.alias_info.is_write
-    )
+    arguments = () if changes_views(func) else enumerate(func._schema.arguments)
+    return tuple((at, each.name) for at, each in arguments if each.alias_info and each.alias_info.is_write)
 
 
 def changes_views(func: OpOverload) -> bool:
@@ -49,7 +48,6 @@ def changes_views(func: OpOverload) -> bool:
 
 
 def results(value: Any) -> tuple[Any, ...]:
-    """Return the results of an operator as a flat tuple, nested lists included."""
     return tuple(flatten(value)) if isinstance(value, list | tuple) else (value,)
 
 
@@ -57,29 +55,15 @@ class CaptureTracker(TorchDispatchMode):
     """Captures one piece (the operators of one graph) after another, and tracks the memory that each operator uses.
 
     It is a torch dispatch mode around the whole body, the captured function. It looks at operators only while a piece
-    is open, so it does not see the eager parts of a piecewise capture.
-
-    Args:
-        key: key of the graph that is captured.
-        device: device of the body.
-        pool_views: storages of all non-owning views that captures of the same pool have made, see `non_owning`.
-
-    Attributes:
-        open: whether a piece is open.
-        memory: the storages that the capture used.
-        failure: the first error of the capture. None if there is none.
+    is `open`, so it does not see the eager parts of a piecewise capture.
     """
 
-    def __init__(
-        self, key: BatchExecutionDescriptor, device: torch.device, pool_views: WeakSet[UntypedStorage]
-    ) -> None:
+    def __init__(self, key: BatchExecutionDescriptor, device: torch.device, pool_views: PoolViews) -> None:
         TorchDispatchMode.__init__(self)
         self.open = False
         self.memory = TrackedMemory()
-        self.failure: CaptureError | None = None
-        self._key = key
-        self._device = device
-        self._pool_views = pool_views
+        self.failure: CaptureError | None = None  # the first one
+        self._key, self._device, self._pool_views = key, device, pool_views
 
     def begin(self) -> None:
         """Begin a piece of the capture. Operators that run until `end` are captured into one graph."""
@@ -139,7 +123,6 @@ class CaptureTracker(TorchDispatchMode):
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Return a context in which operators are not captured or tracked."""
         is_open, self.open = self.open, False
         try:
             yield
@@ -151,7 +134,6 @@ class CaptureTracker(TorchDispatchMode):
         raise NotImplementedError
 
     def _pool_storage(self, address: int, nbytes: int) -> UntypedStorage:
-        """Return memory of the pool as a non-owning storage that other captures of the pool must not use."""
         storage = self._storage_at(address, nbytes)
         if nbytes:
             self._pool_views.add(storage)
@@ -194,7 +176,6 @@ class CaptureTracker(TorchDispatchMode):
         return error
 
     def refuse_read(self, name: str) -> CaptureError:
-        """Return the error for an operator or method that makes the host wait for a device value."""
         return self.refuse(
             f"{name} reads a device value on the host, which a replay cannot repeat; "
             "keep the value on the device, or read it before the capture",
@@ -202,11 +183,7 @@ class CaptureTracker(TorchDispatchMode):
         )
 
     def check(self) -> None:
-        """Raise an error that the captured function caught, or one that shows only at the end of a piece (one graph).
-
-        Raises:
-            CaptureError: such an error. Also if external memory was freed or resized during the capture.
-        """
+        """Raise an error that the body caught, or `CaptureError` if external memory was freed or resized."""
         if self.failure is not None:
             raise self.failure
         try:
@@ -244,7 +221,6 @@ class CaptureTracker(TorchDispatchMode):
         return indices
 
     def _track(self, tensor: Tensor) -> TrackedStorage:
-        """Track the storage of an argument. It is external if it is not tracked yet."""
         tracked = self.memory.find(tensor)
         if tracked is None:
             if type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:

@@ -23,14 +23,11 @@ class _Range(NamedTuple):
 
 
 class CpuGraphPool:
-    """CPU memory that returns to the pool when the allocated storage dies.
+    """CPU memory that returns to the pool when the allocated storage dies, a model of the pool of CUDA graphs.
 
-    It models the private pool that CUDA graphs allocate from. An allocation takes the smallest free range that fits,
-    and leaves the rest of the range free. Neighbouring free ranges are joined. If no range fits, a new segment of the
-    rounded size is allocated. Segments are never freed.
-
-    Differences from a CUDA pool: small allocations have no separate segments, large ones are not rounded further, and
-    there are no streams. So a CUDA pool may be larger.
+    An allocation takes the smallest free range that fits, and leaves the rest of the range free. Neighbouring free
+    ranges are joined. If no range fits, a new segment is allocated. Segments are never freed. A CUDA pool may be
+    larger, because it has separate segments for small allocations and rounds large ones further.
 
     Attributes:
         nbytes: bytes of all segments.
@@ -48,14 +45,14 @@ class CpuGraphPool:
             return UntypedStorage(0)
         size = -(-nbytes // BLOCK_BYTES) * BLOCK_BYTES
         self._free_returned()
-        fitting = [each for each in self._free if each.nbytes >= size]
-        if fitting:
-            found = min(fitting, key=lambda each: each.nbytes)
-            self._free.remove(found)
-        else:
+        fitting = (each for each in self._free if each.nbytes >= size)
+        found = min(fitting, key=lambda each: each.nbytes, default=None)
+        if found is None:
             found = _Range(len(self._segments), 0, size)
             self._segments.append(torch.empty(size, dtype=torch.uint8))
             self.nbytes += size
+        else:
+            self._free.remove(found)
         taken = found._replace(last=found.first + size)
         if taken != found:
             self._free.append(found._replace(first=taken.last))
@@ -64,10 +61,7 @@ class CpuGraphPool:
         return storage
 
     def storage_at(self, address: int, nbytes: int) -> UntypedStorage:
-        """Return memory that `allocate` returned before, as a storage that does not reserve it.
-
-        The storage keeps the segment alive, so that reading it is always safe.
-        """
+        """Return memory that `allocate` returned, as a storage that does not reserve it but keeps it readable."""
         if nbytes == 0:
             return UntypedStorage(0)
         for index, segment in enumerate(self._segments):
@@ -80,7 +74,6 @@ class CpuGraphPool:
         return torch.frombuffer(part, dtype=torch.uint8).untyped_storage()
 
     def _free_returned(self) -> None:
-        """Add the ranges of freed storages to the free ranges, and join neighbouring ranges."""
         ranges, self._free = self._free, []
         while self._returned:
             ranges.append(self._returned.pop())

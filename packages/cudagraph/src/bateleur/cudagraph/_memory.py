@@ -15,9 +15,7 @@ class ExternalMemory:
     """A storage that a graph reads or writes and does not own, such as weights, caches and staged buffers.
 
     Attributes:
-        address: address of the storage's first byte.
-        nbytes: size of the storage.
-        shape, dtype: shape and dtype of the first tensor through which the capture used the storage.
+        shape, dtype: those of the first tensor through which the capture used the storage.
         mutated: whether the graph writes to it.
     """
 
@@ -58,13 +56,11 @@ class TrackedMemory:
         self._views: list[Tensor] = []
 
     def find(self, tensor: Tensor) -> TrackedStorage | None:
-        """Return the tracked entry of a tensor's storage. None if the storage is not tracked."""
         storage = tensor.untyped_storage()
         tracked = self._by_id.get(id(storage))
         return tracked if tracked is not None and tracked.ref() is storage else None
 
     def add(self, tensor: Tensor, *, owned: bool) -> TrackedStorage:
-        """Track the storage of `tensor`, which is not tracked yet."""
         storage = tensor.untyped_storage()
         place = storage.data_ptr(), storage.nbytes(), tuple(tensor.shape), tensor.dtype
         tracked = TrackedStorage(*place, mutated=False, ref=weakref.ref(storage), owned=owned)
@@ -87,12 +83,7 @@ class TrackedMemory:
         self._views.append(view)
 
     def check(self) -> list[UntypedStorage]:
-        """Check that no external storage was freed or moved. The returned list keeps these storages alive.
-
-        Raises:
-            DanglingExternal: a storage was freed.
-            AddressMoved: a storage was resized, and has another address now.
-        """
+        """Raise an error if an external storage was freed or moved. The returned list keeps these storages alive."""
         alive = []
         for each in self._storages:
             if each.owned:
@@ -135,10 +126,7 @@ def poison_storage_(storage: UntypedStorage, dtype: torch.dtype) -> None:
 
 
 def poison_(tensor: Tensor) -> Tensor:
-    """Fill `tensor` in place with NaN, True, or an integer out of any valid range. Inference tensors are allowed.
-
-    Signed integers get half of their minimum, so that a sum or negation of these values is out of range too.
-    """
+    """Fill `tensor` in place with NaN, True, or an integer out of any valid range. Inference tensors are allowed."""
     with torch.inference_mode():
         dtype = tensor.dtype
         if dtype.is_complex:
@@ -150,6 +138,6 @@ def poison_(tensor: Tensor) -> Tensor:
         elif dtype.itemsize == 1 and dtype is not torch.int8:  # uint8 and float8: all bits set
             tensor.view(torch.uint8).fill_(255)
         else:
-            info = torch.iinfo(dtype)
+            info = torch.iinfo(dtype)  # half of the minimum: a sum or negation is out of range too
             tensor.fill_(info.min // 2 if info.min else info.max)
     return tensor

@@ -22,10 +22,7 @@ def named_tensors(tree: object, path: str = "") -> Iterator[tuple[str, Tensor]]:
 
 
 def replace_tensors(tree: T, change: Callable[[Tensor], Tensor]) -> T:
-    """Return a copy of a tree with `change(tensor)` in place of each tensor.
-
-    Dicts, lists, tuples and dataclasses are copied. Other objects are shared with the original.
-    """
+    """Return a copy of a tree (dicts, lists, tuples, dataclasses) with `change(tensor)` in place of each tensor."""
     made: Any = tree
     if isinstance(tree, Tensor):
         made = change(tree)
@@ -43,17 +40,11 @@ def replace_tensors(tree: T, change: Callable[[Tensor], Tensor]) -> T:
 
 
 def watch_lazy_changes(state: object, *, into_objects: bool = True) -> Callable[[object], str | None]:
-    """Return a function that finds parts which a later state shares with `state` and which have changed since.
+    """Return a function that returns the path of the first part that a later state shares with `state` and that has
+    changed since, or None. Changed contents of tensors do not count, because every staging writes them.
 
-    Changed contents of tensors do not count, because every staging writes them.
-
-    Args:
-        state: any tree.
-        into_objects: also look at containers that plain objects hold. False for PIECEWISE keys, because the eager parts
-            of an attention backend may cache values there.
-
-    Returns:
-        A function that takes the later state and returns the path of the first such part, or None.
+    into_objects: also look at containers that plain objects hold. False for PIECEWISE keys, because the eager parts of
+    an attention backend may cache values there.
     """
     before = [(node, list(_children(node).values())) for _, node in _walk(state, "state", into_objects)]
 
@@ -68,12 +59,10 @@ def watch_lazy_changes(state: object, *, into_objects: bool = True) -> Callable[
 
 
 def _walk(node: object, path: str, into_objects: bool = False) -> Iterator[tuple[str, object]]:
-    """Yield each container and leaf of a tree once, with its path.
-
-    A plain object is yielded as a leaf. With `into_objects`, the containers that it holds follow.
+    """Yield each container and leaf of a tree once, with its path. A plain object is a leaf; with `into_objects`, the
+    containers that it holds follow.
     """
-    # The nodes are kept alive, so that no new object gets the id of a freed one.
-    seen: dict[int, object] = {}
+    seen: dict[int, object] = {}  # keeps nodes alive, so that no new object gets the id of a freed one
     stack = [(path, node)]
     while stack:
         where, node = stack.pop()

@@ -22,10 +22,6 @@ class BatchExecutionDescriptor:
         num_reqs: requests of the padded batch. None if requests are not padded (PIECEWISE).
         uniform_query_len: tokens of every request. None if requests may have different numbers of tokens.
         max_query_len: largest number of tokens of a request. None if nothing in the graph depends on it (PIECEWISE).
-        variant: anything else that needs its own graph, such as a LoRA rank, see `Variant`.
-
-    Raises:
-        ValueError: the sizes contradict each other.
     """
 
     mode: CudaGraphMode
@@ -85,10 +81,6 @@ class UnpaddedBatch:
         max_query_len: largest number of tokens of a request.
         decode_only: whether every request has finished its prompt. The caller must say this, because
             prefill chunks of equal length have the same sizes as a decode batch.
-        variant: anything else that the graph depends on, such as a LoRA rank, see `Variant`.
-
-    Raises:
-        ValueError: the sizes contradict each other.
     """
 
     num_reqs: int

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
-from typing import Any, Generic
+from typing import Any, Generic, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,38 +16,35 @@ from bateleur.cudagraph.execution import Body, Execution, S, T
 from bateleur.cudagraph.modes import CudaGraphMode
 
 
-class EagerPart:
+class EagerPart(NamedTuple):
     """A function that runs eagerly between two graphs of a replay, such as attention.
 
-    Args:
+    Attributes:
         name: name of the part in errors.
-        fn: the function. It is called with the state of the step and `tensors`.
+        fn: called with the state of the step and `tensors`.
         tensors: the arguments. The graph before the part writes them. They do not own memory of the pool, see
             `CaptureTracker.non_owning`.
         result: the tensor that the next graph reads. It is a non-owning view of the pool, or a view of an
             argument if `fn` returned one.
     """
 
-    def __init__(self, name: str, fn: Callable[..., Tensor], tensors: tuple[Tensor, ...], result: Tensor) -> None:
-        self._name = name
-        self._fn = fn
-        self._tensors = tensors
-        self._result = result
-        self._layout = _layout(result)
+    name: str
+    fn: Callable[..., Tensor]
+    tensors: tuple[Tensor, ...]
+    result: Tensor
 
     def run(self, state: Any) -> None:
         """Call the function, and copy its result to the tensor that the next graph reads.
 
-        Raises:
-            GraphError: the result has another shape, strides, dtype or device than at capture.
+        Raises `GraphError` if the result has another shape, strides, dtype or device than at capture.
         """
-        result = self._fn(state, *self._tensors)
-        if not isinstance(result, Tensor) or _layout(result) != self._layout:
-            found = _layout(result) if isinstance(result, Tensor) else type(result).__name__
-            raise GraphError(f"{self._name} returned {found}; the next graph reads {self._layout}")
-        if result.data_ptr() != self._result.data_ptr():
+        result, expected = self.fn(state, *self.tensors), _layout(self.result)
+        found = _layout(result) if isinstance(result, Tensor) else type(result).__name__
+        if found != expected:
+            raise GraphError(f"{self.name} returned {found}; the next graph reads {expected}")
+        if result.data_ptr() != self.result.data_ptr():
             with torch.inference_mode():
-                self._result.copy_(result)
+                self.result.copy_(result)
 
 
 def _layout(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...], torch.dtype, torch.device]:
@@ -55,27 +52,20 @@ def _layout(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...], torch.dty
 
 
 class BodyCapture(Generic[S]):
-    """Captures one call of a body, the function to capture.
+    """Captures one call of a body, the function to capture, with the staged `state`.
 
-    Args:
-        tracker: captures each piece, a sequence of operators that becomes one graph.
-        key: a FULL key gives one graph, a PIECEWISE key one graph before, between and after its eager parts.
-        state: the staged state for the call.
+    A FULL key gives one graph, a PIECEWISE key one graph before, between and after its eager parts.
     """
 
     def __init__(self, tracker: CaptureTracker, key: BatchExecutionDescriptor, state: S) -> None:
         self._graphs: list[Graph] = []
         self._parts: list[EagerPart] = []
-        self._tracker = tracker
-        self._key = key
-        self._state = state
+        self._tracker, self._key, self._state = tracker, key, state
         self._in_body = False
 
     def capture(self, body: Body[S, T], *modes: AbstractContextManager[Any]) -> CapturedBody[S, T]:
-        """Call the body once, within the torch modes `modes`.
-
-        Raises:
-            CaptureError: the body raised, or did something that no graph can hold. The capture is ended then.
+        """Call the body once, within the torch modes `modes`. If it fails, the capture is ended, and `CaptureError`
+        is raised.
         """
         piecewise = self._key.mode is CudaGraphMode.PIECEWISE
         execution = Execution(self._key, self._state, self._eager_call if piecewise else None)
@@ -93,7 +83,18 @@ class BodyCapture(Generic[S]):
                 if isinstance(error, CaptureError) or not isinstance(error, Exception):
                     raise
                 raise CaptureError(f"{self._key}: {type(error).__name__} in the body: {error}") from error
-        run = _replay_function(self._key, output, self._graphs, self._parts)
+        first, rest = self._graphs[0], tuple(zip(self._parts, self._graphs[1:], strict=True))
+
+        def run(state: S) -> T:
+            first.replay()
+            try:
+                for part, graph in rest:
+                    part.run(state)
+                    graph.replay()
+            except (AddressMoved, DanglingExternal) as error:
+                raise GraphError(f"{self._key}: between two pieces: {error}") from error
+            return output
+
         return CapturedBody(self._key, run, self._graphs, self._tracker.memory)
 
     def _begin(self) -> None:
@@ -105,8 +106,7 @@ class BodyCapture(Generic[S]):
         self._graphs.append(self._tracker.end())
 
     def _eager_call(self, fn: Callable[..., Tensor], tensors: tuple[Tensor, ...]) -> Tensor:
-        # A partial is named by its function, because its own text contains its arguments and may read a device.
-        function = getattr(fn, "func", fn)
+        function = getattr(fn, "func", fn)  # of a partial, whose own text contains its arguments and may read a device
         function_name = getattr(function, "__qualname__", type(function).__name__)
         name = f"{self._key}: eager part {len(self._parts)} ({function_name})"
         if not self._in_body:
@@ -122,22 +122,3 @@ class BodyCapture(Generic[S]):
             result = self._tracker.result_buffer(result)
         self._parts.append(EagerPart(name, fn, arguments, self._tracker.non_owning(result)))
         return result
-
-
-def _replay_function(
-    key: BatchExecutionDescriptor, output: T, graphs: list[Graph], parts: list[EagerPart]
-) -> Callable[[Any], T]:
-    """Return a function that replays the first graph, then each eager part and the graph after it."""
-    first, rest = graphs[0], tuple(zip(parts, graphs[1:], strict=True))
-
-    def run(state: Any) -> T:
-        first.replay()
-        try:
-            for part, graph in rest:
-                part.run(state)
-                graph.replay()
-        except (AddressMoved, DanglingExternal) as error:
-            raise GraphError(f"{key}: between two pieces: {error}") from error
-        return output
-
-    return run

@@ -12,7 +12,6 @@ class CaptureCost:
     """Time and memory of one captured key.
 
     Attributes:
-        key: key of the graph.
         warmup_s: host time of staging and warm-up, in seconds.
         capture_s: host time of staging and capture, in seconds.
         nbytes: device memory that the capture allocated, in bytes. All keys share a memory pool, so the first keys
@@ -34,7 +33,6 @@ class KeyEvent:
     """A failed capture or a release of a graph, by key.
 
     Attributes:
-        key: key of the graph.
         reason: the error, or the reason of the latest release.
         times: number of releases of the key. 1 for a failed capture.
     """
@@ -49,9 +47,7 @@ class CaptureReport:
     """A snapshot of a manager's captures.
 
     Attributes:
-        backend: name of the backend.
         num_planned: number of keys of the dispatcher.
-        captured: one entry per captured key.
         failures: keys whose capture failed, and which were not captured later.
         releases: keys that were released, captured again or not. The latest release is last.
     """

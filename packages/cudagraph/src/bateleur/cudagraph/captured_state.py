@@ -19,14 +19,11 @@ class CapturedState(Generic[S]):
     """The state that one graph was captured with. Its addresses are fixed, its contents are not.
 
     The tensors of the state are views of the producer's buffers, which every staging overwrites. So a state that was
-    captured for one key holds the contents of the latest staging (vLLM #47561, #48261). `restage` stages the key again;
-    `current_state` raises if the contents were overwritten.
+    captured for one key holds the contents of the latest staging (vLLM #47561, #48261).
 
     Attributes:
-        key: key of the graph.
         addresses: `Producer.addresses()` at capture.
         externals: memory that the graph uses and does not own. Empty if the backend cannot find it.
-        producer: the producer that staged the state. It is kept alive, and with it the buffers.
         staged: the batch that was captured. Use `current_state` to read its contents.
         poison: whether `restage` first fills the buffers with invalid values.
     """
@@ -39,22 +36,14 @@ class CapturedState(Generic[S]):
     poison: bool = False
 
     def restage(self, phase: Phase) -> StagedBatch[S]:
-        """Stage a dummy batch of this key again. The new state has its contents at the captured addresses.
-
-        Raises:
-            AddressMoved: a buffer has moved. Checked before and after staging.
-        """
+        """Stage a dummy batch of this key again at the captured addresses. Raises `AddressMoved` if a buffer moved."""
         check_addresses(self)
         staged = stage_batch(self.producer, self.key, phase, poison=self.poison)
         check_addresses(self)
         return staged
 
     def current_state(self) -> S:
-        """Return the captured state, if the producer's buffers still hold its contents.
-
-        Raises:
-            StaleState: another batch was staged after the capture.
-        """
+        """Return the captured state. Raises `StaleState` if another batch was staged after the capture."""
         check_current(self.producer, self.key, self.staged)
         return self.staged.state
 
@@ -62,31 +51,23 @@ class CapturedState(Generic[S]):
         """Return external memory that is neither a buffer of the producer nor in the storage of a `declared` tensor.
 
         Such memory may be freed, and later steps might not write it. An example is a tensor allocated while staging.
-
-        Args:
-            declared: weights, caches and other tensors that live as long as the graph.
+        Declare weights, caches and other tensors that live as long as the graph.
         """
         spans = [(address, address + 1) for address in self.addresses.values()]
-        for tensor in declared:
-            storage = tensor.untyped_storage()
+        for storage in (tensor.untyped_storage() for tensor in declared):
             spans.append((storage.data_ptr(), storage.data_ptr() + storage.nbytes()))
-        return tuple(
-            external
-            for external in self.externals
-            if external.nbytes
-            and not any(first < external.address + external.nbytes and external.address < last for first, last in spans)
-        )
+
+        def is_declared(found: ExternalMemory) -> bool:
+            return any(first < found.address + found.nbytes and found.address < last for first, last in spans)
+
+        return tuple(found for found in self.externals if found.nbytes and not is_declared(found))
 
 
 R = TypeVar("R")
 
 
 class CapturedKeys(dict[BatchExecutionDescriptor, R]):
-    """A manager's captured keys. A lookup of another key raises `NotCaptured`.
-
-    Args:
-        missing_reason: returns why a key is not captured.
-    """
+    """A manager's captured keys. A lookup of another key raises `NotCaptured` with its `missing_reason`."""
 
     def __init__(self, missing_reason: Callable[[BatchExecutionDescriptor], str]) -> None:
         super().__init__()
@@ -107,12 +88,8 @@ class CapturedStateProducer(Producer[S]):
     managers, and its `StagedBatch` can be replayed by both. A drafter uses it to read the target model's metadata.
 
     Args:
-        states: captured states of the other manager.
+        states: captured states of the other manager, of one producer.
         keys: the keys that will be used. None: all keys captured so far.
-
-    Raises:
-        NotCaptured: one of `keys` is not in `states`.
-        ValueError: there are no keys, or the states have different producers.
     """
 
     def __init__(self, states: CapturedStates[S], keys: Iterable[BatchExecutionDescriptor] | None = None) -> None:
@@ -166,16 +143,11 @@ def _difference(key: BatchExecutionDescriptor, other: BatchExecutionDescriptor) 
 
 
 def check_addresses(captured: CapturedState[S], staged: StagedBatch[S] | None = None) -> None:
-    """Check that every buffer of the producer has the same address as at capture. New buffers are allowed.
+    """Raise `AddressMoved` if a buffer of the producer moved or no longer exists. New buffers are allowed.
 
     ``staged`` is not read; every check of a replay takes it.
-
-    Raises:
-        AddressMoved: a buffer moved or no longer exists.
     """
     now = captured.producer.addresses()
-    if now == captured.addresses:
-        return
     for name, address in captured.addresses.items():
         found = now.get(name)
         if found != address:

@@ -61,13 +61,9 @@ class JointDispatch:
         return 0 if self.batch is None else self.batch.num_tokens
 
     def decision_for(self, batch: UnpaddedBatch | None) -> DispatchDecision:
-        """Return the decision with the padding that one rank's own batch needs.
+        """Return the decision with the padding that the `batch` of one rank needs. None: the rank has no request.
 
-        Args:
-            batch: the rank's batch. None if the rank has no request.
-
-        Raises:
-            ValueError: the batch is larger than the joint batch, so it was not part of the joint dispatch.
+        Raises ValueError if the batch is larger than the joint batch, so it was not part of the joint dispatch.
         """
         num_reqs, num_tokens = (0, 0) if batch is None else (batch.num_reqs, batch.num_tokens)
         most_reqs, most_tokens = (0, 0) if self.batch is None else (self.batch.num_reqs, self.batch.num_tokens)
@@ -76,11 +72,7 @@ class JointDispatch:
                 f"batch of {num_reqs} requests and {num_tokens} tokens exceeds the joint batch of {most_reqs} requests "
                 f"and {most_tokens} tokens; pass the batch that this rank gave to the joint dispatch"
             )
-        key = self.descriptor
-        if key is None:
-            return DispatchDecision(None, self.reason)
-        pad_reqs = 0 if key.num_reqs is None else key.num_reqs - num_reqs
-        return DispatchDecision(key, self.reason, key.num_tokens - num_tokens, pad_reqs)
+        return DispatchDecision.padded(self.descriptor, self.reason, num_reqs, num_tokens)
 
     def __str__(self) -> str:
         if self.descriptor is not None:
@@ -96,17 +88,10 @@ class DispatchCoordinator(Protocol):
 
 
 def dispatch_jointly(steps: Sequence[RankStep], dispatcher: CudagraphDispatcher) -> JointDispatch:
-    """Choose one graph for all ranks, or eager execution for all ranks.
+    """Choose one graph for all ranks, or eager execution for all ranks, from the `steps` of every rank, by rank.
 
     The graph fits the largest batch and is captured on every rank. It is a decode graph only if every rank with a
     request has a decode batch with the same number of tokens per request.
-
-    Args:
-        steps: the input of every rank, by rank. Another order of ranks changes only `JointDispatch.rank`.
-        dispatcher: the graphs, equal on all ranks.
-
-    Raises:
-        ValueError: `steps` is empty.
     """
     if not steps:
         raise ValueError("steps=(): must have one item per rank")
@@ -137,7 +122,6 @@ def _join(batches: Sequence[UnpaddedBatch]) -> UnpaddedBatch:
 def _ready_on_all_ranks(
     steps: Sequence[RankStep], dispatcher: CudagraphDispatcher
 ) -> Container[BatchExecutionDescriptor] | None:
-    """Return the keys that every rank has captured. None means all keys of the dispatcher."""
     limits = [step.ready for step in steps if step.ready is not None]
     if not limits:
         return None
@@ -228,19 +212,14 @@ class TorchDistCoordinator:
 
     Args:
         group: the process group. None: the default group.
-        dispatcher: the graphs, equal on all ranks.
+        dispatcher: the graphs. If they differ between ranks, all ranks raise ValueError.
         device: device of the int64 buffers, which are allocated once.
-
-    Raises:
-        ValueError: the dispatchers differ. All ranks raise it.
     """
 
     def __init__(
         self, group: dist.ProcessGroup | None, dispatcher: CudagraphDispatcher, device: torch.device | str = "cpu"
     ) -> None:
-        self._group = group
-        self._dispatcher = dispatcher
-        self._codec = RankStepCodec(dispatcher)
+        self._group, self._dispatcher, self._codec = group, dispatcher, RankStepCodec(dispatcher)
         world = dist.get_world_size(group)
         fingerprints = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(world)]
         dist.all_gather(fingerprints, torch.full_like(fingerprints[0], self._codec.fingerprint), group=group)

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from operator import attrgetter
 from sys import maxsize
 from types import MappingProxyType
 
@@ -21,7 +22,7 @@ class DispatchReason(StrEnum):
     """Why a batch runs on a graph or eagerly.
 
     DECODE, MIXED and PIECEWISE name the kind of graph. The others, except IDLE, name the constraint of the graph that
-    the batch violates. IDLE means that no data-parallel rank has a batch.
+    the batch violates, in the order in which they are checked. IDLE means that no data-parallel rank has a batch.
     """
 
     DECODE = "decode graph"
@@ -41,18 +42,7 @@ _GRAPH_KINDS = (DispatchReason.DECODE, DispatchReason.MIXED, DispatchReason.PIEC
 """Kinds of graphs, the preferred one first."""
 
 NUM_CONSTRAINTS_MET = {
-    reason: index
-    for index, reason in enumerate(
-        (
-            DispatchReason.NO_GRAPHS,
-            DispatchReason.HAS_PREFILL,
-            DispatchReason.VARIANT,
-            DispatchReason.QUERY_LEN,
-            DispatchReason.NUM_REQS,
-            DispatchReason.NUM_TOKENS,
-            DispatchReason.NOT_CAPTURED,
-        )
-    )
+    reason: index for index, reason in enumerate(reason for reason in DispatchReason if reason.startswith("eager"))
 }
 """Number of constraints that an eager batch met before the violated one. The graph with the most is the nearest."""
 
@@ -72,6 +62,15 @@ class DispatchDecision:
     reason: DispatchReason
     pad_tokens: int = 0
     pad_reqs: int = 0
+
+    @classmethod
+    def padded(
+        cls, key: BatchExecutionDescriptor | None, reason: DispatchReason, num_reqs: int, num_tokens: int
+    ) -> DispatchDecision:
+        """Return the decision to run a batch of these sizes on the graph `key`, or eagerly if that is None."""
+        if key is None:
+            return cls(None, reason)
+        return cls(key, reason, key.num_tokens - num_tokens, 0 if key.num_reqs is None else key.num_reqs - num_reqs)
 
 
 class DispatchCounter:
@@ -105,10 +104,7 @@ class DispatchCounter:
 class SizeRange:
     """Consecutive batch sizes that run on the same graph, or eagerly for the same reason.
 
-    Attributes:
-        first, last: smallest and largest number of requests, both inclusive.
-        descriptor: key of the graph. None if these batches run eagerly.
-        reason: kind of the graph. Without a graph, the violated constraint of the nearest one.
+    ``first``, ``last``: smallest and largest number of requests. ``descriptor``, ``reason``: see `DispatchDecision`.
     """
 
     first: int
@@ -127,7 +123,6 @@ class Coverage:
     """The graphs that batches of 1, 2, ... requests with `query_len` tokens each run on.
 
     Attributes:
-        query_len: tokens of each request.
         ranges: batch sizes in increasing order, without gaps.
         mean_padding: padding tokens / tokens, in [0, 1), the mean over batch sizes that run on a graph. 0 if none runs
             on a graph.
@@ -173,19 +168,13 @@ class Coverage:
 
 @dataclass(frozen=True, slots=True)
 class _KeyGroup:
-    """Graph keys of one kind, variant and uniform query length, smallest first.
+    """Graph keys of one kind (DECODE, MIXED or PIECEWISE), variant and uniform query length, smallest first.
 
     All limits grow with the position in the group, so a batch that fits any key of the group fits its last key.
-
-    Attributes:
-        kind: DECODE, MIXED or PIECEWISE.
-        keys: the keys of the group.
-        num_tokens: `num_tokens` of each key, for bisection.
     """
 
     kind: DispatchReason
     keys: tuple[BatchExecutionDescriptor, ...]
-    num_tokens: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,13 +216,9 @@ class CudagraphDispatcher:
             mode: which batches run on graphs.
             capture_sizes: padded numbers of tokens. For decode graphs, each size is rounded up to a multiple of the
                 query length. A size above a limit is lowered to the limit.
-            max_num_reqs: the engine's limit of requests per step. None: no limit.
-            max_num_tokens: the engine's limit of tokens per step. None: no limit.
+            max_num_reqs, max_num_tokens: the engine's limits per step. None: no limit.
             query_lens: tokens per request in decode batches, such as 1 and 1 + the number of draft tokens.
             variants: every variant (such as a LoRA rank) that needs its own graphs.
-
-        Raises:
-            ValueError: a size, limit or query length is below 1.
         """
         sizes, limits = set(capture_sizes), [n for n in (max_num_reqs, max_num_tokens) if n is not None]
         smallest = min((*sizes, *query_lens, *limits), default=1)
@@ -252,30 +237,23 @@ class CudagraphDispatcher:
 
         Decode graphs are preferred to the other graphs, then FULL to PIECEWISE, then the smallest graph that fits.
 
-        Args:
-            batch: the sizes of the batch.
-            ready: the captured keys, such as `CudaGraphManager.ready`. None means that all keys are captured.
+        ready: the captured keys, such as `CudaGraphManager.ready`. None means that all keys are captured.
         """
         reason = DispatchReason.NO_GRAPHS
         # If no graph has the variant, the groups of another variant show which other constraint would fail.
         for group in self._groups.get(batch.variant) or next(iter(self._groups.values()), ()):
             violated = _violated_constraint(group.keys[-1], batch)
             if violated is None:
-                for key in group.keys[bisect_left(group.num_tokens, batch.num_tokens) :]:
+                for key in group.keys[bisect_left(group.keys, batch.num_tokens, key=attrgetter("num_tokens")) :]:
                     if (ready is None or key in ready) and _violated_constraint(key, batch) is None:
-                        pad_reqs = 0 if key.num_reqs is None else key.num_reqs - batch.num_reqs
-                        return DispatchDecision(key, group.kind, key.num_tokens - batch.num_tokens, pad_reqs)
+                        return DispatchDecision.padded(key, group.kind, batch.num_reqs, batch.num_tokens)
                 violated = DispatchReason.NOT_CAPTURED
             if NUM_CONSTRAINTS_MET[violated] > NUM_CONSTRAINTS_MET[reason]:
                 reason = violated
         return DispatchDecision(None, reason)
 
     def coverage(self, max_num_reqs: int, query_len: int, *, decode_only: bool = True) -> Coverage:
-        """Dispatch batches of 1 .. `max_num_reqs` requests with `query_len` tokens each, and summarise the decisions.
-
-        Raises:
-            ValueError: an argument is below 1.
-        """
+        """Dispatch batches of 1 .. `max_num_reqs` requests with `query_len` tokens each, and sum the decisions up."""
         if max_num_reqs < 1 or query_len < 1:
             raise ValueError(f"max_num_reqs={max_num_reqs} and query_len={query_len} must be at least 1")
         batches = (
@@ -304,10 +282,7 @@ def _groups(keys: Iterable[BatchExecutionDescriptor]) -> tuple[_KeyGroup, ...]:
     found: dict[tuple[int, int], list[BatchExecutionDescriptor]] = {}
     for key in sorted(keys):
         found.setdefault((_GRAPH_KINDS.index(_kind(key)), key.uniform_query_len or 0), []).append(key)
-    return tuple(
-        _KeyGroup(_GRAPH_KINDS[kind], tuple(keys), tuple(key.num_tokens for key in keys))
-        for (kind, _), keys in sorted(found.items())
-    )
+    return tuple(_KeyGroup(_GRAPH_KINDS[kind], tuple(keys)) for (kind, _), keys in sorted(found.items()))
 
 
 def _kind(key: BatchExecutionDescriptor) -> DispatchReason:

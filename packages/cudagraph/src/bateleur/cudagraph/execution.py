@@ -34,18 +34,10 @@ class Execution(Generic[S]):
     def eager(self, fn: Callable[Concatenate[S, ...], Tensor], *tensors: Tensor) -> Tensor:
         """Return `fn(state, *tensors)`. In a piecewise graph, `fn` runs eagerly between two pieces on every replay.
 
-        On a replay, `fn` gets the state of the replayed step.
-
-        Args:
-            fn: a function of the state and `tensors`.
-                It must read everything that depends on the batch from the state.
-                Anything else that it reads must live as long as the graph.
-                It must not keep a reference to an argument, because later pieces reuse the memory.
-                Work that it launches on another stream must be joined before it returns.
-            tensors: tensors that the body computed.
-
-        Returns:
-            The tensor that `fn` returned. Its shape, strides and dtype must be the same for every batch of a key.
+        On a replay, `fn` gets the state of the replayed step. It must read everything that depends on the batch from
+        the state; anything else that it reads must live as long as the graph. It must not keep a reference to an
+        argument, because later pieces reuse the memory. Work on another stream must be joined before it returns. Shape,
+        strides and dtype of its result must be the same for every batch of a key.
         """
         return fn(self.state, *tensors) if self._eager_call is None else self._eager_call(fn, tensors)
 

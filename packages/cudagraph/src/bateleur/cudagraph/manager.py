@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass
+from functools import partial
 from time import perf_counter
 from types import MappingProxyType
 from typing import Generic, TypeAlias
@@ -40,13 +41,7 @@ class CudaGraphManager(Generic[S, T]):
     type that the body returns. Managers with the same backend object share memory, so a replay of one manager may
     overwrite the outputs of another. Copy an output that must stay valid.
 
-    Args:
-        dispatcher: the keys, in capture order.
-        backend: captures the graphs, see `get_backend`.
-        checks: checks before every replay.
-
     Attributes:
-        dispatcher: as given.
         producer: the producer of the latest `capture`. None before.
         states: a live view of the captured keys.
     """
@@ -76,7 +71,7 @@ class CudaGraphManager(Generic[S, T]):
 
     @property
     def ready(self) -> Set[BatchExecutionDescriptor]:
-        """A live view of the keys of graphs that can be replayed, for `CudagraphDispatcher.dispatch`."""
+        """A live view of the captured keys, for `CudagraphDispatcher.dispatch`."""
         return self._captured.keys()
 
     @property
@@ -110,15 +105,12 @@ class CudaGraphManager(Generic[S, T]):
         and `body` for `capture_pending`. Keys that were captured before keep their own producer and body.
 
         Args:
-            producer: stages a dummy batch for each key.
-            body: the function to capture.
-            keys: keys of the dispatcher that are not captured yet, in any order. None: all of them.
-                `()`: capture nothing, but keep `producer` and `body`.
+            keys: keys of the dispatcher that are not captured yet. None: all of them. `()`: capture nothing, but keep
+                `producer` and `body`.
             progress: yields the keys and shows the progress, such as `tqdm`.
             keep_going: if a key fails, record it in the report and continue, instead of raising.
 
-        Returns:
-            A live view of all captured keys.
+        Returns a live view of all captured keys.
 
         Raises:
             CaptureError: a key failed. Keys that were captured before stay captured.
@@ -133,11 +125,9 @@ class CudaGraphManager(Generic[S, T]):
     def capture_pending(
         self, budget_s: float, *, progress: Progress = iter, keep_going: bool = False
     ) -> CapturedStates[S]:
-        """Capture graphs of pending keys with the producer and body of the latest `capture`, for about `budget_s`
-        seconds.
+        """Capture pending keys with the producer and body of the latest `capture`, for about `budget_s` seconds.
 
-        At least one pending key is captured. No capture begins after `budget_s` seconds. A key that failed before is
-        not tried again. The other arguments, the result and the errors are those of `capture`.
+        At least one key is captured, and no capture begins after `budget_s` seconds. Otherwise as `capture`.
         """
         if not budget_s >= 0:
             raise ValueError(f"budget_s={budget_s} must be at least 0")
@@ -146,11 +136,9 @@ class CudaGraphManager(Generic[S, T]):
     def replay(self, key: BatchExecutionDescriptor, staged: StagedBatch[S]) -> T:
         """Replay the graph of `key` on the batch `staged`.
 
-        Returns:
-            The output of the body at capture: tensors that the next replay of any graph of the backend may overwrite.
+        Returns the output of the body at capture: the next replay of any graph of the backend may overwrite it.
 
         Raises:
-            NotCaptured: there is no graph for `key`.
             KeyMismatch, StaleState, SignatureMismatch: `staged` does not fit the graph. Nothing ran.
             AddressMoved, DanglingExternal: memory of the graph moved or was freed. Nothing ran. Release the key.
             ReplayFailed: the graph raised, and the key was released. Run the step eagerly. Outputs of earlier replays
@@ -181,17 +169,14 @@ class CudaGraphManager(Generic[S, T]):
         Args:
             key: the key to verify. None: all captured keys, large keys first, so that contents which a large batch
                 leaves in the buffers of a small one are found.
-            fuzz: number of random batches per key. Their seeds are 0, 1, ...
+            fuzz: number of random batches per key, at least 1.
             rtol, atol: tolerance of floating-point differences:
                 |replay - eager| <= `atol` + `rtol` * the largest |eager| of the row. Integers must be equal.
                 `rtol=None` allows for the rounding of a few sums in the least precise dtype of the compared tensors.
             extra_tensors: tensors to compare besides the output, by name, such as caches that the body writes in
                 place. Also accepts a function that returns them for a staged state.
 
-        Raises:
-            NotCaptured: `key` is not captured.
-            TypeError: the producer is not `Fuzzable`.
-            ValueError: `fuzz` is below 1.
+        Raises TypeError if the producer is not `Fuzzable`.
         """
         if fuzz < 1:
             raise ValueError(f"fuzz={fuzz} must be at least 1")
@@ -201,13 +186,7 @@ class CudaGraphManager(Generic[S, T]):
     def release(self, keys: Iterable[BatchExecutionDescriptor] | None = None, *, reason: str) -> None:
         """Free graphs, for example before a buffer that they use is moved. The keys are pending again.
 
-        Args:
-            keys: captured keys. None: all captured keys.
-            reason: shown in the report and in `NotCaptured`.
-
-        Raises:
-            NotCaptured: a key is not captured. Nothing is released.
-            ValueError: `reason` is empty.
+        If a key is not captured, nothing is released. `reason` is shown in the report and in `NotCaptured`.
         """
         if not reason:
             raise ValueError(f"reason={reason!r} must not be empty")
@@ -224,7 +203,6 @@ class CudaGraphManager(Generic[S, T]):
     def _in_capture_order(
         self, keys: Iterable[BatchExecutionDescriptor] | None
     ) -> tuple[BatchExecutionDescriptor, ...]:
-        """Check `keys` and sort them by capture order. None: all keys that are not captured."""
         if keys is None:
             return tuple(key for key in self.dispatcher.keys if key not in self._captured)
         given, planned = set(keys), set(self.dispatcher.keys)
@@ -293,40 +271,28 @@ class CudaGraphManager(Generic[S, T]):
         )
 
     def _check_earlier_captures(self, producer: Producer[S]) -> None:
-        """Check that the latest staging moved no buffer of an earlier capture of `producer`.
-
-        It compares with the latest captured key only. The addresses of that key passed the same check, so they include
-        every buffer of the keys before it.
-        """
+        """Check that the latest staging moved no buffer of an earlier capture of `producer`."""
+        # The addresses of the latest captured key include those of the keys before it.
         latest = next((each for each in reversed(self._captured.values()) if each.producer is producer), None)
         if latest is not None:
             check_addresses(latest)
 
     def _verify_key(
-        self,
-        key: BatchExecutionDescriptor,
-        num_seeds: int,
-        rtol: float | None,
-        atol: float,
-        extra_tensors: ExtraTensors[S],
+        self, key: BatchExecutionDescriptor, num_seeds: int, rtol: float | None, atol: float, extra: ExtraTensors[S]
     ) -> ReplayComparison:
         captured = self._captured[key]
 
-        def stage(seed: int) -> StagedBatch[S]:
-            return stage_batch(captured.producer, key, Phase.RUN, poison=self._poison, seed=seed)
-
-        def eager(seed: int) -> dict[str, Tensor]:
-            staged = stage(seed)
-            with torch.no_grad():
+        def run(seed: int, replays: bool) -> dict[str, Tensor]:
+            staged = stage_batch(captured.producer, key, Phase.RUN, poison=self._poison, seed=seed)
+            if replays:
+                self._poison_outputs(captured, staged)  # shows elements that the graph does not write
+                output = self.replay(key, staged)
+            else:
                 output = captured.body(Execution(key, staged.state))
-                return copy_tensors(output, extra_tensors, staged.state)
+            return copy_tensors(output, extra, staged.state)
 
-        def replay(seed: int) -> dict[str, Tensor]:
-            staged = stage(seed)
-            self._poison_outputs(captured, staged)  # shows elements that the graph does not write
-            return copy_tensors(self.replay(key, staged), extra_tensors, staged.state)
-
-        return compare_runs(key, eager, replay, num_seeds, rtol, atol)
+        with torch.no_grad():
+            return compare_runs(key, partial(run, replays=False), partial(run, replays=True), num_seeds, rtol, atol)
 
     def _missing_reason(self, key: BatchExecutionDescriptor) -> str:
         if key not in self.dispatcher.keys:
@@ -342,5 +308,4 @@ class CudaGraphManager(Generic[S, T]):
 
 
 def _check_externals(captured: _CapturedKey[S, T], staged: StagedBatch[S]) -> None:
-    """Check that no tensor outside the graph's pool that the graph uses was freed or moved."""
     captured.graph.check_externals()

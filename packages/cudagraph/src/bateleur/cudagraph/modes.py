@@ -41,16 +41,12 @@ class CudaGraphMode(Enum):
     def resolve(self, support: int, *, query_len: int = 1) -> tuple[CudaGraphMode, str | None]:
         """Return the nearest mode that the model's attention backends can run, and why it differs from this mode.
 
+        The reason is None if the mode is unchanged.
+
         Args:
             support: which batches a full graph may hold, the smallest value over all metadata builders.
                 0: none, 1: requests of one token, 2: requests of equal length, 3: every batch.
             query_len: tokens of the longest decode: 1 + the number of draft tokens.
-
-        Returns:
-            The mode, and one sentence with the reason. The reason is None if the mode is unchanged.
-
-        Raises:
-            ValueError: `support` is not in [0, 3], or `query_len` is below 1.
         """
         if not 0 <= support < len(_SUPPORT):
             raise ValueError(f"support={support} must be in [0, {len(_SUPPORT) - 1}]")

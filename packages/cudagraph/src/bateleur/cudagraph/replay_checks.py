@@ -27,11 +27,7 @@ class ReplayChecks(IntEnum):
 
 
 def check_staged(captured: CapturedState[S], staged: StagedBatch[S]) -> None:
-    """Check that `staged` is the latest batch, was staged for this key, and has host scalars that fit the graph.
-
-    Raises:
-        KeyMismatch, StaleState, SignatureMismatch: the graph may not run this batch.
-    """
+    """Raise an error unless `staged` is the latest batch, of this key, and has host scalars that fit the graph."""
     check_current(captured.producer, captured.key, staged)
     difference = _signature_difference(captured.staged, staged)
     if difference is not None:
@@ -39,15 +35,12 @@ def check_staged(captured: CapturedState[S], staged: StagedBatch[S]) -> None:
 
 
 def check_tensors(captured: CapturedState[S], staged: StagedBatch[S]) -> None:
-    """Check that the tensors of `staged` are the captured ones.
+    """Raise `AddressMoved` unless the tensors of `staged` are the captured ones.
 
     This finds a tensor that was allocated in this step, and a batch that another producer staged. It compares tensors
     in memory that the graph is known to use. For a FULL key it also compares all device tensors, because a kernel may
     read one without an operator. For a PIECEWISE key it compares storages only, because eager parts may use other views
     of the same storage in every step, or none.
-
-    Raises:
-        AddressMoved: a tensor differs.
     """
     full = captured.key.mode is CudaGraphMode.FULL
     identity = _view_of if full else _storage_of
@@ -67,11 +60,7 @@ def check_tensors(captured: CapturedState[S], staged: StagedBatch[S]) -> None:
 
 
 def check_warmup(warmup: StagedBatch[S], captured: StagedBatch[S]) -> None:
-    """Check that warm-up and capture of a key have the same host scalars, so that they launch the same kernels.
-
-    Raises:
-        SignatureMismatch: the host scalars differ.
-    """
+    """Raise `SignatureMismatch` unless warm-up and capture have the same host scalars and launch the same kernels."""
     difference = _signature_difference(captured, warmup) or _signature_difference(warmup, captured)
     if difference is not None:
         raise SignatureMismatch(

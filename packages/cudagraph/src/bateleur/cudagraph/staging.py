@@ -19,7 +19,7 @@ class Phase(StrEnum):
 
 
 class SignatureLike(Protocol):
-    """The host scalars that a captured function reads. `bateleur.metadata.Signature` is an implementation."""
+    """The host scalars that a captured function reads, such as `bateleur.metadata.Signature`."""
 
     def admits(self, runtime: Any, /) -> str | None:
         """Return why a graph with these host scalars cannot run a batch with those of `runtime`. None if it can."""
@@ -80,19 +80,13 @@ class Poisonable(Protocol):
 
 
 def check_current(producer: Producer[S], key: BatchExecutionDescriptor, staged: StagedBatch[S]) -> None:
-    """Check that `staged` was staged for `key`, and that `producer` has staged nothing after it.
-
-    Raises:
-        KeyMismatch: it was staged for another key.
-        StaleState: another batch was staged after it.
-    """
-    if staged.key is not key and staged.key != key:
+    """Raise `KeyMismatch` unless `staged` is for `key`, `StaleState` if `producer` staged another batch after it."""
+    if staged.key != key:
         other = "no graph (an eager step)" if staged.key is None else str(staged.key)
         raise KeyMismatch(f"{key}: the batch was staged for {other}; stage it for the key to replay")
-    generation = producer.generation
-    if staged.generation != generation:
+    if staged.generation != producer.generation:
         raise StaleState(
-            f"{key}: staged at generation {staged.generation}, but the producer is at {generation}: "
+            f"{key}: staged at generation {staged.generation}, but the producer is at {producer.generation}: "
             "the buffers hold another batch; stage this batch again"
         )
 
@@ -100,14 +94,9 @@ def check_current(producer: Producer[S], key: BatchExecutionDescriptor, staged: 
 def stage_batch(
     producer: Producer[S], key: BatchExecutionDescriptor, phase: Phase, *, poison: bool, seed: int | None = None
 ) -> StagedBatch[S]:
-    """Stage a dummy or random batch for `key`, and check the key and generation that the producer returns.
+    """Stage a dummy batch for `key`, or the random batch of a `seed`, and check the key and generation it returns.
 
-    Args:
-        poison: whether to fill the buffers with invalid values before, if the producer is `Poisonable`.
-        seed: seed of a random batch. None: a dummy batch.
-
-    Raises:
-        TypeError: there is a seed and the producer is not `Fuzzable`.
+    poison: whether to fill the buffers with invalid values before, if the producer is `Poisonable`.
     """
     if poison and isinstance(producer, Poisonable):
         producer.poison()

@@ -20,7 +20,6 @@ class ReplayComparison:
     """Result of the verification of one key.
 
     Attributes:
-        key: key of the graph.
         max_difference: largest absolute difference of an element, over all tensors and seeds. inf if exactly one of the
             two elements is NaN.
         failure: names the first tensor out of tolerance, and its seed. None if all are within tolerance.
@@ -35,11 +34,7 @@ class ReplayComparison:
 
 @dataclass(frozen=True, slots=True)
 class VerifyReport:
-    """Results of `CudaGraphManager.verify`.
-
-    Attributes:
-        comparisons: one result per key, large keys first.
-    """
+    """Results of `CudaGraphManager.verify`, one per key, large keys first."""
 
     comparisons: tuple[ReplayComparison, ...]
 
@@ -84,16 +79,12 @@ def copy_tensors(output: object, extra_tensors: ExtraTensors[S], state: S) -> di
 def compare_runs(
     key: BatchExecutionDescriptor, eager: RunSeed, replay: RunSeed, num_seeds: int, rtol: float | None, atol: float
 ) -> ReplayComparison:
-    """Run the random batch of each seed 0 .. `num_seeds` - 1 by `eager` and by `replay`, and compare the results.
-
-    Args:
-        rtol, atol: tolerances, see `CudaGraphManager.verify`.
-    """
+    """Run the random batch of each seed 0 .. `num_seeds` - 1 by `eager` and by `replay`, and compare the results."""
     largest, failure = 0.0, None
     for seed in range(num_seeds):
         expected, actual = eager(seed), replay(seed)
         if expected.keys() != actual.keys():
-            unmatched = sorted(expected.keys() ^ actual.keys())[0]
+            unmatched = min(expected.keys() ^ actual.keys())
             largest, failure = inf, failure or f"seed {seed}: only one of the outputs has {unmatched}"
             continue
         coarsest = max((rounding_tolerance(tensor.dtype) for tensor in expected.values()), default=0.0)
@@ -114,14 +105,10 @@ def rounding_tolerance(dtype: torch.dtype) -> float:
 
 
 def compare_tensors(expected: Tensor, actual: Tensor, rtol: float, atol: float) -> tuple[float, bool]:
-    """Compare two tensors of any shape.
+    """Return the largest absolute difference, and whether all are within `atol` + `rtol` * the largest element of the
+    row (the last dimension) of `expected`: the rounding of a sum depends on its largest terms.
 
-    Integers must be equal. NaN equals NaN, because padding may hold it. The tolerance is relative to the largest
-    element of the row (the last dimension), because the rounding of a sum depends on its largest terms.
-
-    Returns:
-        The largest absolute difference, and whether all differences are within `atol` + `rtol` * the largest element
-        of `expected` in the row. (inf, False) if shapes or dtypes differ.
+    Integers must be equal. NaN equals NaN, because padding may hold it. (inf, False) if shapes or dtypes differ.
     """
     if expected.shape != actual.shape or expected.dtype != actual.dtype:
         return inf, False

@@ -11,13 +11,8 @@ from bateleur.cudagraph.backends.recorded import RecordedBackend
 def get_backend(name: str, device: torch.device | str) -> GraphBackend:
     """Return a new capture backend. Its captures share memory with each other and with no other backend object.
 
-    Args:
-        name: `cuda` (CUDA graphs), `recorded` (emulation of CUDA graphs on CPU), `eager` (no graphs), or `auto`:
-            `cuda` on a CUDA device, else `eager`.
-        device: device of the tensors that captured functions use.
-
-    Raises:
-        ValueError: `name` is unknown, or the backend does not support `device`.
+    name: `cuda` (CUDA graphs), `recorded` (emulation of CUDA graphs on CPU), `eager` (no graphs), or `auto`: `cuda` on
+    a CUDA device, else `eager`. Raises ValueError for another name, or if the backend does not support `device`.
     """
     device = torch.device(device)
     if name == "auto":

@@ -24,18 +24,11 @@ class CapturedBody(Generic[S, T]):
     """A captured body (the function to capture): one graph, or several graphs with eager parts between them.
 
     Its output tensors have fixed addresses and own no memory. Every replay of a graph of the same backend object may
-    overwrite them.
-
-    Args:
-        key: key of the graph.
-        run: replays the body for a state, and returns its output.
-        graphs: the captured graphs.
-        memory: the storages that the graphs use.
+    overwrite them. ``run`` replays the body for a state, and returns its output. ``memory``: storages that graphs use.
 
     Attributes:
         num_graphs: number of captured graphs. 1 for a FULL key, 0 if nothing was captured (eager backend).
-        nbytes: device memory that the capture allocated, in bytes: growth of the pool, and the driver's memory for the
-            graphs.
+        nbytes: device memory that the capture allocated, the driver's memory for the graphs included.
     """
 
     def __init__(
@@ -61,9 +54,8 @@ class CapturedBody(Generic[S, T]):
     def replay(self, state: S) -> T:
         """Run the graphs, and return the output. Only the eager parts of a piecewise body read `state`.
 
-        Raises:
-            AddressMoved, DanglingExternal: external memory moved or was freed. Nothing ran.
-            GraphError: the graphs were released, or an eager part failed.
+        Raises `AddressMoved` or `DanglingExternal` if external memory moved or was freed, before anything ran;
+        `GraphError` if the graphs were released or an eager part failed.
         """
         if self._run is None:
             raise GraphError(f"{self._key}: the graph was released; capture it again")
@@ -75,12 +67,8 @@ class CapturedBody(Generic[S, T]):
         self._memory.check()
 
     def poison(self) -> None:
-        """Overwrite the outputs and other owned memory with invalid values, as a replay of another graph might do.
-
-        A second call without a replay between does nothing, because checks at level PARANOID poison all graphs in every
-        step.
-        """
-        if not self._poisoned:
+        """Overwrite the outputs and other owned memory with invalid values, as a replay of another graph might do."""
+        if not self._poisoned:  # checks at level PARANOID poison all graphs in every step
             self._memory.poison()
             self._poisoned = True
 
@@ -109,7 +97,6 @@ class GraphBackend(Protocol):
     def capture(self, body: Body[S, T], key: BatchExecutionDescriptor, state: S) -> CapturedBody[S, T]:
         """Capture one call of `body`: one graph for a FULL key, several pieces for a PIECEWISE key.
 
-        Raises:
-            HostSync: the body read a device value on the host. The message names the operator if the backend sees it.
-            CaptureError: the body raised, or did something else that no graph can hold. The backend can capture again.
+        Raises `HostSync` if the body read a device value on the host, `CaptureError` if it raised or did something else
+        that no graph can hold. The backend can capture again.
         """

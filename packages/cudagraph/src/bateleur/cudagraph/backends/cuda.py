@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import UntypedStorage
 
-from bateleur.cudagraph._capture_tracker import CaptureTracker
+from bateleur.cudagraph._capture_tracker import CaptureTracker, PoolViews
 from bateleur.cudagraph.backends.base import CapturedBody, GraphBackend
 from bateleur.cudagraph.batch_descriptor import BatchExecutionDescriptor
 from bateleur.cudagraph.capture import BodyCapture
@@ -25,8 +25,8 @@ class CudaGraphPool:
     """A private memory pool of torch's allocators that several captures share.
 
     Attributes:
-        handle: torch's handle of the pool.
-        graphs: graphs that were captured into the pool and still exist. The pool ends with its last graph.
+        handle: torch's handle of the pool. torch refuses it after the last graph was freed.
+        graphs: graphs that were captured into the pool and still exist.
         abandoned: whether a capture into the pool was invalid, so that no other capture may use the pool.
     """
 
@@ -35,11 +35,6 @@ class CudaGraphPool:
         self.graphs: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
         self.abandoned = False
         self._device = device
-
-    @property
-    def accepts_captures(self) -> bool:
-        """Whether another capture may use the pool. torch refuses the handle after the last graph was freed."""
-        return bool(self.graphs) and not self.abandoned
 
     def abandon(self, graph: torch.cuda.CUDAGraph) -> None:
         """Clean up after a capture that the driver refused to begin or to end. Earlier graphs keep the pool.
@@ -86,15 +81,11 @@ class CudaBackend(GraphBackend):
     """Captures CUDA graphs on `device`.
 
     Args:
-        device: a CUDA device.
         track_operators: whether to see every operator of a capture, to find external memory and to name a host sync. It
             costs time during capture only. Use False for bodies that `torch.compile` compiled, because they do not run
             compiled under a dispatch mode. Then `externals` is empty, `check_externals` and `poison` do nothing, and
             outputs and arguments of eager parts keep their memory allocated, because the backend cannot tell it from
             external memory. Kernels that are launched without a torch operator are never seen.
-
-    Raises:
-        ValueError: `device` is not a CUDA device, or CUDA is not available.
     """
 
     name = "cuda"
@@ -108,7 +99,7 @@ class CudaBackend(GraphBackend):
         self._device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
         self._track_operators = track_operators
         self._stream = torch.cuda.Stream(self._device)
-        self._pool_views: weakref.WeakSet[UntypedStorage] = weakref.WeakSet()
+        self._pool_views: PoolViews = weakref.WeakSet()
         self._pool: CudaGraphPool | None = None
         self._in_session = False
 
@@ -137,10 +128,10 @@ class CudaBackend(GraphBackend):
             raise CaptureError(f"{key}: capture() must be called within session()")
         if torch.cuda.is_current_stream_capturing():
             raise CaptureError(f"{key}: capture() was called within another capture; end that one first")
-        if self._pool is None or not self._pool.accepts_captures:
+        if self._pool is None or self._pool.abandoned or not self._pool.graphs:
             self._pool = CudaGraphPool(self._device)
         before, _ = torch.cuda.mem_get_info(self._device)
-        tracker = CudaCaptureTracker(key, self._device, self._pool_views, self._pool)
+        tracker = CudaCaptureTracker(self._pool, key, self._device, self._pool_views)
         modes = (tracker,) if self._track_operators else ()
         captured = BodyCapture(tracker, key, state).capture(body, *modes)
         captured.nbytes = max(before - torch.cuda.mem_get_info(self._device)[0], 0)
@@ -151,11 +142,7 @@ class CudaCaptureTracker(CaptureTracker):
     """Captures pieces as CUDA graphs, on the current stream."""
 
     def __init__(
-        self,
-        key: BatchExecutionDescriptor,
-        device: torch.device,
-        pool_views: weakref.WeakSet[UntypedStorage],
-        pool: CudaGraphPool,
+        self, pool: CudaGraphPool, key: BatchExecutionDescriptor, device: torch.device, pool_views: PoolViews
     ) -> None:
         super().__init__(key, device, pool_views)
         self._pool = pool
@@ -204,7 +191,6 @@ class CudaCaptureTracker(CaptureTracker):
 
 @contextmanager
 def _garbage_collection_off() -> Iterator[None]:
-    """Switch automatic garbage collection off in the `with` block, which must not call `gc.collect`."""
     enabled = gc.isenabled()
     gc.disable()
     try:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, UntypedStorage
 from torch._ops import OpOverload
 
-from bateleur.cudagraph._capture_tracker import CaptureTracker, HostReadGuard, changes_views, results, writes
+from bateleur.cudagraph._capture_tracker import CaptureTracker, HostReadGuard, PoolViews, changes_views, results, writes
 from bateleur.cudagraph._cpu_graph_pool import CpuGraphPool
 from bateleur.cudagraph._host_sync import flatten
 from bateleur.cudagraph._memory import TrackedMemory, TrackedStorage, poison_storage_, storage_at
@@ -34,7 +34,7 @@ class RecordedBackend(GraphBackend):
 
     def __init__(self) -> None:
         self._pool = CpuGraphPool()
-        self._pool_views: WeakSet[UntypedStorage] = WeakSet()
+        self._pool_views: PoolViews = WeakSet()
 
     def capture(self, body: Body[S, T], key: BatchExecutionDescriptor, state: S) -> CapturedBody[S, T]:
         """Record one call of `body`.
@@ -53,9 +53,7 @@ class RecordedBackend(GraphBackend):
 class RecordedPiece:
     """Recorded operators of one piece, the counterpart of one CUDA graph.
 
-    Args:
-        memory: the storages that the operators use.
-        calls: operators with their arguments: views of pool memory, or of external memory by address.
+    The arguments in ``calls`` are views of pool memory, or of external memory by address.
     """
 
     def __init__(self, memory: TrackedMemory, calls: list[_Call]) -> None:
@@ -63,11 +61,7 @@ class RecordedPiece:
         self._calls = calls
 
     def replay(self) -> None:
-        """Run all operators again, into the same memory.
-
-        Raises:
-            AddressMoved, DanglingExternal: external memory moved or was freed. Nothing ran.
-        """
+        """Run all operators again, into the same memory, unless external memory moved or was freed."""
         alive = self._memory.check()  # keeps external memory alive until the end
         with torch.inference_mode():
             for func, args, kwargs, targets in self._calls:
@@ -93,7 +87,7 @@ def _copy_results(func: OpOverload, result: Any, targets: tuple[tuple[int, Tenso
 class OperatorRecorder(CaptureTracker):
     """Records the operators of a capture. At the end of each piece it undoes the effects of the operators."""
 
-    def __init__(self, key: BatchExecutionDescriptor, pool: CpuGraphPool, pool_views: WeakSet[UntypedStorage]) -> None:
+    def __init__(self, key: BatchExecutionDescriptor, pool: CpuGraphPool, pool_views: PoolViews) -> None:
         super().__init__(key, torch.device("cpu"), pool_views)
         self._pool = pool
         self._calls: list[_Call] = []
@@ -179,10 +173,7 @@ class OperatorRecorder(CaptureTracker):
             self.memory.add(tensor, owned=True)
 
     def _move_to_pool(self, value: Any, moved: dict[UntypedStorage, UntypedStorage]) -> Any:
-        """Return the result `value` of an operator with newly allocated storages replaced by copies in the pool.
-
-        moved: the copy of each replaced storage.
-        """
+        """Return the result `value` of an operator with new storages replaced by copies in the pool, as in `moved`."""
         if isinstance(value, list | tuple):
             return type(value)([self._move_to_pool(item, moved) for item in value])
         if not self._on_device(value) or self.memory.find(value) is not None:

@@ -40,7 +40,10 @@ def preferred_backends(device: torch.device) -> tuple[str, ...]:
 
 def unsupported_reason(name: str, config: LayerConfig) -> str | None:
     """Return why the backend ``name`` cannot serve a configuration, or None if it can."""
-    return _load(name).unsupported_reason(config)
+    backend = _load(name)
+    if config.sinks and not backend.supports_sinks:
+        return "attention sinks are not supported"
+    return backend.unsupported_reason(config)
 
 
 def get_backend(
@@ -71,9 +74,9 @@ def get_backend(
     config = LayerConfig(head_dim, dtype, torch.device(device), sliding_window, kv_dtype, sinks)
     reasons = []
     for candidate in preferred_backends(config.device) if name == "auto" else (name,):
-        backend = _load(candidate)
-        reason = backend.unsupported_reason(config)
+        reason = unsupported_reason(candidate, config)
         if reason is None:
+            backend = _load(candidate)
             backend.device = config.device
             return backend
         reasons.append(f"{candidate}: {reason}")

@@ -161,9 +161,7 @@ class AttentionBackend:
 
     def unsupported_reason(self, config: LayerConfig) -> str | None:
         """Return why the backend cannot serve a configuration, or None if it can."""
-        head_dim, dtype, device, sliding_window, kv_dtype, sinks = config
-        if sinks and not self.supports_sinks:
-            return "attention sinks are not supported"
+        head_dim, dtype, device, sliding_window, kv_dtype, _ = config
         if head_dim < 1:
             return f"head_dim {head_dim} is not positive"
         if dtype not in self.dtypes:
