@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import UntypedStorage
 
-from bateleur.cudagraph._cpu_graph_pool import BLOCK_BYTES, CpuGraphPool
+from bateleur.cudagraph.backends.recorded import BLOCK_BYTES, CpuGraphPool
 
 
 def block(pool: CpuGraphPool, count: int) -> UntypedStorage:

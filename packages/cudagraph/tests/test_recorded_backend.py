@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from bateleur.cudagraph._cpu_graph_pool import BLOCK_BYTES
+from bateleur.cudagraph.backends.recorded import BLOCK_BYTES
 from bateleur.cudagraph.errors import AddressMoved, CaptureError, DanglingExternal, GraphError, HostSync
 
 READS: dict[str, Callable[[Tensor], object]] = {

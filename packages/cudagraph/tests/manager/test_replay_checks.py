@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bateleur.cudagraph.backends.eager import EagerBackend
+from bateleur.cudagraph.backends.base import EagerBackend
 from bateleur.cudagraph.batch_descriptor import UnpaddedBatch
 from bateleur.cudagraph.errors import (
     AddressMoved,

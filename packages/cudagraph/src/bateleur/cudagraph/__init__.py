@@ -2,8 +2,7 @@
 
 from bateleur.cudagraph._memory import ExternalMemory
 from bateleur.cudagraph.backends import get_backend
-from bateleur.cudagraph.backends.base import CapturedBody, GraphBackend
-from bateleur.cudagraph.backends.eager import EagerBackend
+from bateleur.cudagraph.backends.base import CapturedBody, EagerBackend, GraphBackend
 from bateleur.cudagraph.backends.recorded import RecordedBackend
 from bateleur.cudagraph.batch_descriptor import BatchExecutionDescriptor, UnpaddedBatch, Variant
 from bateleur.cudagraph.capture_report import CaptureCost, CaptureReport, KeyEvent

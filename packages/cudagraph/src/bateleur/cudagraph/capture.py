@@ -83,7 +83,7 @@ class BodyCapture(Generic[S]):
                 if isinstance(error, CaptureError) or not isinstance(error, Exception):
                     raise
                 raise CaptureError(f"{self._key}: {type(error).__name__} in the body: {error}") from error
-        first, rest = self._graphs[0], tuple(zip(self._parts, self._graphs[1:], strict=True))
+        key, first, rest = self._key, self._graphs[0], tuple(zip(self._parts, self._graphs[1:], strict=True))
 
         def run(state: S) -> T:
             first.replay()
@@ -92,10 +92,10 @@ class BodyCapture(Generic[S]):
                     part.run(state)
                     graph.replay()
             except (AddressMoved, DanglingExternal) as error:
-                raise GraphError(f"{self._key}: between two pieces: {error}") from error
+                raise GraphError(f"{key}: between two pieces: {error}") from error
             return output
 
-        return CapturedBody(self._key, run, self._graphs, self._tracker.memory)
+        return CapturedBody(key, run, self._graphs, self._tracker.memory)
 
     def _begin(self) -> None:
         self._tracker.begin()

@@ -1,8 +1,4 @@
-"""The field table: declares every array of a batch once.
-
-Allocation, padding, slicing, poisoning, validation, the conformance checks and docs/fields.md iterate over
-:data:`FIELDS`. Every padded entry has a defined value.
-"""
+"""The field table: declares every array of a batch once. All code that handles fields, and docs/fields.md, use it."""
 
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass
@@ -31,7 +27,7 @@ class LeadingDim(Enum):
         """Return the length of the dimension in a batch of ``num_reqs`` rows and ``num_tokens`` tokens."""
         if self is LeadingDim.TOKENS:
             return num_tokens
-        return num_reqs + 1 if self is LeadingDim.REQS_PLUS_1 else num_reqs
+        return num_reqs + (self is LeadingDim.REQS_PLUS_1)
 
 
 class Pad(Enum):

@@ -43,14 +43,9 @@ class InputBuffers:
 
         Args:
             groups: KV-cache groups, in the order of ``block_tables``.
-            device: device of the device fields.
             seq_len_fill: ``seq_lens`` of padding requests: 0, or 1 if a builder needs that.
             tables: the :class:`BlockTable` of each group, if steps name its rows (``StepRows.block_table_rows``).
             queue: runs the device work. Default: the current stream of the device.
-
-        Raises:
-            ValueError: ``seq_len_fill`` is not 0 or 1, a group's block table is too narrow for ``max_model_len``, or
-                ``tables`` differ in length or are not as wide as the groups' tables.
         """
         if seq_len_fill not in (0, 1):
             raise ValueError(f"seq_len_fill: {seq_len_fill} must be 0 or 1")
@@ -82,14 +77,8 @@ class InputBuffers:
     def stage(self, rows: StepRows, shape: BatchShape, *, max_seq_len: int | None = None) -> CommonAttentionMetadata:
         """Stage one step. Returns its metadata, valid until the next call.
 
-        Args:
-            rows: the real requests.
-            shape: sizes of the step; its real sizes must match ``rows``.
-            max_seq_len: replaces the batch's upper bound of ``seq_lens``; must not be below it. A graph capture passes
-                ``max_model_len``.
-
-        Raises:
-            ValueError: ``rows`` or ``shape`` break a rule. Nothing is written then.
+        ``max_seq_len`` replaces the batch's upper bound of ``seq_lens``; a graph capture passes ``max_model_len``. If
+        an argument breaks a rule, ValueError is raised and nothing is written.
         """
         return self._stage(rows, shape, max_seq_len, real=True)
 
@@ -103,12 +92,8 @@ class InputBuffers:
     ) -> CommonAttentionMetadata:
         """Stage a valid batch of ``shape`` without requests. Block tables are null and slots -1, so it stores nothing.
 
-        Query lengths differ by at most 1, shorter rows first.
-
-        Args:
-            shape, max_seq_len: sizes and upper bound of ``seq_lens``, as in :meth:`stage`.
-            context_len: computed tokens of each row; default 1, or 0 for prefilling rows.
-            is_prefilling: whether the rows count as prompts.
+        Query lengths differ by at most 1, shorter rows first. ``context_len``: computed tokens of each row; default 1,
+        or 0 for rows that count as prompts (``is_prefilling``).
         """
         context = (0 if is_prefilling else 1) if context_len is None else context_len
         rows = dummy_rows(shape, self.groups, context, is_prefilling)

@@ -2,9 +2,8 @@
 
 import torch
 
-from bateleur.cudagraph.backends.base import GraphBackend
+from bateleur.cudagraph.backends.base import EagerBackend, GraphBackend
 from bateleur.cudagraph.backends.cuda import CudaBackend
-from bateleur.cudagraph.backends.eager import EagerBackend
 from bateleur.cudagraph.backends.recorded import RecordedBackend
 
 

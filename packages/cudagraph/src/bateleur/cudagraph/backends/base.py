@@ -1,4 +1,4 @@
-"""`GraphBackend`: the interface of all capture backends, and `CapturedBody`, the result of a capture."""
+"""`GraphBackend`: the interface of all capture backends; `EagerBackend`, which captures nothing; and `CapturedBody`."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -7,7 +7,7 @@ from typing import Generic, Protocol
 from bateleur.cudagraph._memory import ExternalMemory, TrackedMemory
 from bateleur.cudagraph.batch_descriptor import BatchExecutionDescriptor
 from bateleur.cudagraph.errors import GraphError
-from bateleur.cudagraph.execution import Body, S, T
+from bateleur.cudagraph.execution import Body, Execution, S, T
 
 
 class Graph(Protocol):
@@ -100,3 +100,13 @@ class GraphBackend(Protocol):
         Raises `HostSync` if the body read a device value on the host, `CaptureError` if it raised or did something else
         that no graph can hold. The backend can capture again.
         """
+
+
+class EagerBackend(GraphBackend):
+    """Keeps the body (function) instead of capturing it. A replay calls the body, and returns new tensors."""
+
+    name = "eager"
+
+    def capture(self, body: Body[S, T], key: BatchExecutionDescriptor, state: S) -> CapturedBody[S, T]:
+        """Keep `body` without running it. Each replay calls it."""
+        return CapturedBody(key, lambda state: body(Execution(key, state)))

@@ -64,11 +64,7 @@ def rotate_and_write_kv(
 
 
 def norm_spans_all_heads(q: Tensor, k: Tensor, q_norm: Tensor, k_norm: Tensor) -> bool:
-    """Return whether norm weights cover all heads of a token; False if they cover one head.
-
-    Raises:
-        ValueError: the sizes fit neither.
-    """
+    """Return whether norm weights cover all heads of a token, or one head. Raises ValueError if they fit neither."""
     sizes, head_dim = (q_norm.numel(), k_norm.numel()), q.shape[2]
     if sizes == (head_dim, head_dim):
         return False
@@ -193,7 +189,7 @@ def _attend_tile(
 
 
 def _leading_slots(block_table: Tensor, num_keys: int, block_size: int) -> Tensor:
-    """Return slots (R, S) int32 of the KV cache for positions 0 to ``num_keys - 1`` of each row."""
+    """Return slots (R, S) int32 of positions 0 to ``num_keys - 1`` of each row."""
     num_blocks = -(-num_keys // block_size)
     offsets = torch.arange(block_size, device=block_table.device, dtype=torch.int32)
     slots = torch.add(offsets, block_table[:, :num_blocks, None], alpha=block_size)
@@ -205,9 +201,7 @@ def _gather(caches: _Caches, slots_RS: Tensor, num_heads: int, dtype: torch.dtyp
     ``num_heads``. Scales of a cache are applied in float32, and the product is rounded once.
     """
     num_kv_heads, head_dim = caches[0].shape[2:]
-    head = torch.arange(num_heads, device=slots_RS.device, dtype=torch.int64)
-    if num_heads != num_kv_heads:
-        head //= num_heads // num_kv_heads
+    head = torch.arange(num_heads, device=slots_RS.device) // (num_heads // num_kv_heads)
     # Adding to int64 heads computes in int64, so that int32 slots cannot overflow.
     index = torch.add(head[:, None], slots_RS[:, None], alpha=num_kv_heads).view(-1)
     shape = (slots_RS.shape[0], num_heads, slots_RS.shape[1], head_dim)

@@ -176,7 +176,7 @@ class AttentionBackend:
         return reason
 
     def missing_requirement(self, config: LayerConfig) -> str | None:
-        """Return a text with the requirement of this backend that ``config`` does not meet; None if it meets all."""
+        """Return the requirement of this backend that ``config`` does not meet, or None."""
         return None
 
     def build_work_list(
@@ -218,7 +218,6 @@ class AttentionBackend:
             k, v: (T, Hkv, D) keys and values of the same tokens.
             kv: caches of the layer, written in place.
             meta: metadata of this batch and the layer's KV-cache group.
-            scale: factor on the scores.
             sliding_window: query ``i`` sees key ``j`` if ``i - sliding_window < j <= i``; None: all ``j <= i``.
             rotary: cosine and signed sine (T, 1, R), R even and at most D. Dimension i of the leading
                 R is paired with i + R/2: ``x * cos + roll(x, R/2) * sin``. Pass unrotated ``q`` and ``k`` then; they
@@ -230,11 +229,7 @@ class AttentionBackend:
                 ``supports_sinks``.
             kv_scales: (2, Hkv) float32, scales of keys and of values. The caches hold ``x / scale``. None: 1.
 
-        Returns:
-            (T, Hq, D) in the dtype of ``q``; 0 for padded tokens.
-
-        Raises:
-            ValueError: the arguments are not supported, ``rotary``, ``norm``, ``sinks`` and the caches' dtype included.
+        Returns (T, Hq, D) in the dtype of ``q``; 0 for padded tokens. Raises ValueError for unsupported arguments.
         """
         if rotary is not None and not self.fuses_rotary:
             raise ValueError(f"rotary: the backend {self.name!r} does not fuse it; rotate q and k before the call")
@@ -246,12 +241,11 @@ class AttentionBackend:
             raise ValueError(f"kv: the backend {self.name!r} has none in {kv[0].dtype} for q in {q.dtype}")
         self.check(kv, meta)
         scales = {} if kv_scales is None else {"kv_scales": kv_scales}
-        options = AttentionOptions(scale, sliding_window, work, sinks, kv_scales)
         if self.fuses_rotary:
             self.write(q, k, v, *kv, meta.slot_mapping, *(rotary or (None, None)), *(norm or ()), **scales)
         else:
             self.write(k, v, *kv, meta.slot_mapping, **scales)
-        return self.attend_cache(q, kv, meta, options)
+        return self.attend_cache(q, kv, meta, AttentionOptions(scale, sliding_window, work, sinks, kv_scales))
 
     def check(self, kv: KVCache, meta: PagedAttentionMetadata) -> None:
         """Raise ValueError for unsupported arguments, before anything is stored."""

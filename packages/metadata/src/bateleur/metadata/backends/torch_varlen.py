@@ -38,14 +38,13 @@ class TorchVarlenBackend(AttentionBackend):
     write = staticmethod(ops.write_kv)
 
     def missing_requirement(self, config: LayerConfig) -> str | None:
-        """Return why torch's kernel cannot serve ``config``, or None: the head dimension must be supported."""
+        """Return why torch's kernel cannot serve ``config``, or None."""
         fits = config.head_dim % 8 == 0 and config.head_dim <= _MAX_HEAD_DIM
         return None if fits else f"head_dim {config.head_dim} is not a multiple of 8 up to {_MAX_HEAD_DIM}"
 
     def unsupported_reason(self, config: LayerConfig) -> str | None:
         """Return why the backend cannot serve ``config``, or None. On CUDA it runs the kernel once, on five tokens."""
-        reason = super().unsupported_reason(config)
-        if reason is not None:
+        if (reason := super().unsupported_reason(config)) is not None:
             return reason
         if _kernel() is None:
             return f"torch {torch.__version__} has no varlen_attn_out with a block table"
@@ -60,26 +59,16 @@ class TorchVarlenBackend(AttentionBackend):
             )
 
     def attend_cache(self, q: Tensor, kv: KVCache, meta: PagedAttentionMetadata, options: AttentionOptions) -> Tensor:
-        """Return attention (T, Hq, D) over the cache. The kernel does not write padded tokens, so the output starts
-        as zeros.
-        """
-        out = torch.zeros_like(q)
+        """Return attention (T, Hq, D) over the cache."""
+        out = torch.zeros_like(q)  # the kernel does not write padded tokens
         if meta.seq_lens.shape[0]:
             kernel: Any = _kernel()
+            no_key_starts = None  # lengths of keys come from seqused_k
             kernel(
-                out,
-                q,
-                *kv,
-                meta.query_start_loc,
-                None,  # lengths of keys come from seqused_k
-                meta.max_query_len,
-                max(meta.max_seq_len, 1),
-                scale=options.scale,
-                window_size=((options.sliding_window or 0) - 1, 0),
-                enable_gqa=True,
-                seqused_k=meta.seq_lens,
-                block_table=meta.block_table,
-            )
+                out, q, *kv, meta.query_start_loc, no_key_starts, meta.max_query_len, max(meta.max_seq_len, 1),
+                scale=options.scale, window_size=((options.sliding_window or 0) - 1, 0), enable_gqa=True,
+                seqused_k=meta.seq_lens, block_table=meta.block_table,
+            )  # fmt: skip
         return out
 
 

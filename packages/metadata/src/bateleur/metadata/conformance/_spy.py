@@ -54,29 +54,34 @@ class SpyBatch(_Spy, CommonAttentionMetadata):
 def device_tensors(batch: CommonAttentionMetadata) -> list[Tensor]:
     """Return the tensors of a batch whose values only the device knows."""
     values = field_values(batch)
-    fields = [name for name, field in FIELDS.items() if not field.on_host]
-    return [each for name in fields for each in (values[name] if FIELDS[name].per_group else (values[name],))]
+    return _tensors([values[name] for name, field in FIELDS.items() if not field.on_host])
 
 
-class NoSync:
+class NoSync(TorchDispatchMode):
     """Context that reports every operation that would make the host wait for a device value.
 
     Device values are the given tensors and all tensors computed from them. The detection works on a CPU too.
     """
 
     def __init__(self, tensors: Iterable[Tensor], note: Note) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
         self.note = note
         self._storages: dict[int, Any] = {}  # keeps the storages alive, so that no address is reused
+        self._host_reads = _HostReads(self)
         self.spread(list(tensors))
-        self._modes: tuple[Any, ...] = (_Functions(self), _Operators(self))
 
-    def __enter__(self) -> None:
-        for mode in self._modes:
-            mode.__enter__()
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Return False: else the first use of a mode imports the compiler, which takes seconds."""
+        return False
+
+    def __enter__(self) -> Any:
+        self._host_reads.__enter__()
+        return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
-        for mode in reversed(self._modes):
-            mode.__exit__(*error)
+        super().__exit__(*error)
+        self._host_reads.__exit__(*error)
 
     def reaches(self, values: Any) -> bool:
         """Return whether a tensor among ``values`` holds device values."""
@@ -84,13 +89,29 @@ class NoSync:
 
     def spread(self, values: Any) -> None:
         """Mark all tensors among ``values``, lists included, as device values."""
-        for each in _tensors(values):
-            storage = each.untyped_storage()
-            self._storages[storage.data_ptr()] = storage
+        self._storages |= {each.untyped_storage().data_ptr(): each.untyped_storage() for each in _tensors(values)}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if is_composite(func):
+            with self:
+                out = func.decompose(*args, **kwargs)
+            if out is not NotImplemented:
+                return out
+        out = func(*args, **kwargs)
+        if not self.reaches((args, kwargs)):
+            return out
+        name = func._schema.name
+        if waits_for_device(func, args, kwargs, self.reaches) or _leaves_device(name, args, out):
+            self.note(name.replace("aten::", "aten."))
+        given = {spec.name: arg for spec, arg in zip(func._schema.arguments, args, strict=False)} | kwargs
+        written = [spec.name for spec in func._schema.arguments if spec.alias_info and spec.alias_info.is_write]
+        self.spread([out, *(given.get(name) for name in written)])
+        return out
 
 
-class _Functions(TorchFunctionMode):
-    """Torch mode that detects reads of tensor values by methods that call no operator, like ``tolist`` on a CPU."""
+class _HostReads(TorchFunctionMode):
+    """Reports reads of device values by methods that call no operator, like ``tolist`` on a CPU."""
 
     def __init__(self, watch: NoSync) -> None:
         super().__init__()
@@ -101,37 +122,6 @@ class _Functions(TorchFunctionMode):
             self._watch.note(HOST_READS[func])
         with torch._C.DisableTorchFunction():
             return func(*args, **(kwargs or {}))
-
-
-class _Operators(TorchDispatchMode):
-    """Detects operators whose result the host must read, and marks the results of other operators as device values."""
-
-    def __init__(self, watch: NoSync) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._watch = watch
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """Return False: else the first use of a mode imports the compiler, which takes seconds."""
-        return False
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs, watch = kwargs or {}, self._watch
-        if is_composite(func):
-            with self:
-                out = func.decompose(*args, **kwargs)
-            if out is not NotImplemented:
-                return out
-        out = func(*args, **kwargs)
-        if not watch.reaches((args, kwargs)):
-            return out
-        name = func._schema.name
-        if waits_for_device(func, args, kwargs, watch.reaches) or _leaves_device(name, args, out):
-            watch.note(name.replace("aten::", "aten."))
-        given = {spec.name: arg for spec, arg in zip(func._schema.arguments, args, strict=False)} | kwargs
-        written = [spec.name for spec in func._schema.arguments if spec.alias_info and spec.alias_info.is_write]
-        watch.spread([out, *(given.get(name) for name in written)])
-        return out
 
 
 def _leaves_device(name: str, args: Any, out: Any) -> bool:

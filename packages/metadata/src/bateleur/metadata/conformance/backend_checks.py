@@ -8,10 +8,9 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from bateleur.metadata.backends._torch_ops import quantize
+from bateleur.metadata.backends._torch_ops import apply_rotary, quantize, rms_norm
 from bateleur.metadata.backends.base import AttentionBackend, AttentionOptions, KVCache, LayerConfig
 from bateleur.metadata.backends.reference import ReferenceBackend
 from bateleur.metadata.common_attention_metadata import BatchShape, CommonAttentionMetadata
@@ -40,12 +39,8 @@ _LARGE = 3e4
 
 @dataclass(frozen=True, slots=True)
 class BackendReport:
-    """Result of :func:`check_backend`.
-
-    Attributes:
-        backend: name of the backend.
-        num_cases: number of (configuration, batch) pairs that were compared.
-        refused: reasons why configurations are unsupported.
+    """Result of :func:`check_backend`: number of (configuration, batch) pairs that were compared, and reasons why other
+    configurations are unsupported.
     """
 
     backend: str
@@ -86,11 +81,9 @@ def check_backend(
             slot.
         ValueError: the backend supports none of the configurations.
     """
-    tolerance = _TOLERANCES[dtype] if rtol is None else rtol
     violations: list[Violation] = []
     refused: list[str] = []
-    num_cases = 0
-    with_sinks = (False, True) if backend.supports_sinks else (False,)
+    num_cases, with_sinks = 0, (False, True) if backend.supports_sinks else (False,)
     for dim, window in product(head_dims, sliding_windows):
         reason = backend.unsupported_reason(LayerConfig(dim, dtype, torch.device(device), window, kv_dtype))
         if reason is not None:
@@ -99,7 +92,7 @@ def check_backend(
         for block_size, pair, sinks in product(block_sizes, heads, with_sinks):
             sizes = pair, dim, block_size, window
             case = _Case(backend, torch.device(device), dtype, *sizes, sinks, kv_dtype)
-            violations += case.check(tolerance)
+            violations += case.check(_TOLERANCES[dtype] if rtol is None else rtol)
             num_cases += len(_BATCHES)
     if violations:
         raise ConformanceError(backend.name, violations)
@@ -165,11 +158,12 @@ class _Case:
         if backend.fuses_norm:
             fused["norm"] = norm
         else:
-            q, k = (_normed(x, weight, norm[2]) for x, weight in zip((q, k), norm[:2], strict=True))
+            q, k = (rms_norm(x, weight, norm[2], whole=False) for x, weight in zip((q, k), norm[:2], strict=True))
         if backend.fuses_rotary:
             fused["rotary"] = rotary
         else:
-            q, k = _rotated(q, *rotary), _rotated(k, *rotary)
+            width = rotary[0].shape[-1]
+            q, k = (torch.cat((apply_rotary(x, *rotary), x[..., width:]), -1) for x in (q, k))
         if self.sinks:
             fused["sinks"] = torch.linspace(-2.0, 3.0, self.heads[0], device=self.device)
         meta, scale = backend.builder().build(batch, 0), self.dim**-0.5
@@ -235,16 +229,6 @@ def _norm(dim: int, device: torch.device) -> tuple[Tensor, Tensor, float]:
     """Return norm weights of queries and keys for one head, and epsilon."""
     lanes = torch.arange(dim, device=device) / dim
     return 1.5 - lanes, 0.5 + lanes, 1e-6
-
-
-def _normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    return F.rms_norm(x.float(), weight.shape, weight, eps).to(x.dtype)
-
-
-def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    width = cos.shape[-1]
-    turned, rest = x[..., :width], x[..., width:]
-    return torch.cat((turned * cos + turned.roll(width // 2, -1) * sin, rest), -1)
 
 
 def _close(mine: Tensor, reference: Tensor, tolerance: float) -> bool:

@@ -1,8 +1,8 @@
 """Checks that a metadata builder keeps its contract. Each class of violation has a letter."""
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass
 from functools import partial
 from typing import Any
 
@@ -14,12 +14,13 @@ from bateleur.metadata.attention_metadata_builder import AttentionMetadataBuilde
 from bateleur.metadata.common_attention_metadata import BatchShape, field_values
 from bateleur.metadata.conformance._random_steps import GraphKey, Step, StepMaker, keys_of
 from bateleur.metadata.conformance._spy import NoSync, SpyBatch, device_tensors
-from bateleur.metadata.conformance._tree import HOST_VALUE, contents, difference, leaves, mutable_containers
 from bateleur.metadata.conformance.errors import ConformanceError, Violation
 from bateleur.metadata.input_buffers import InputBuffers
 from bateleur.metadata.step_inputs import BatchLimits, KVCacheGroup
 
 Builder = AttentionMetadataBuilder[Any]
+
+_HOST_VALUE = (int, float, str, np.generic)  # plain numbers, strings and bools
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +109,7 @@ class _Run:
 
     def check(self) -> None:
         book = dict(self.builder.addresses())
-        self.check_orders([contents(self.build(self.fresh(), step)) for step in self.steps])
+        self.check_orders([_contents(self.build(self.fresh(), step)) for step in self.steps])
         for key in self.keys:
             self.check_key(key)
         self.check_phases()
@@ -127,7 +128,7 @@ class _Run:
         else:
             filled = BatchShape.of(what.num_reqs, what.num_tokens, what.max_query_len)
             batch = self.buffers.dummy(filled, max_seq_len=self.buffers.limits.max_model_len)
-        before = contents(field_values(self.whole))
+        before = _contents(field_values(self.whole))
 
         def read(name: str) -> None:
             self.read.add(name)
@@ -145,14 +146,14 @@ class _Run:
             self.note("G", f"build or signature raised {type(error).__name__}: {error}", what)
             raise ConformanceError(type(builder).__name__, list(self.found.values())) from error
         self.num_builds += 1
-        changed = difference(contents(field_values(self.whole)), before)
+        changed = _difference(_contents(field_values(self.whole)), before)
         if changed:
             self.note("L", f"build in phase {phase.value} wrote to {changed} of the batch")
             self.buffers.poison()
         return meta
 
     def compare(self, letter: str, meta: Any, expected: dict[str, Any], rule: str, what: Step | GraphKey) -> None:
-        path = difference(contents(meta), expected)
+        path = _difference(_contents(meta), expected)
         if path:
             self.note(letter, f"{path} {rule}", what)
 
@@ -188,7 +189,7 @@ class _Run:
             self.note("D", "two builds return the same object")
         owner: dict[int, int] = {}
         for index, meta in enumerate(built):
-            for path, container in mutable_containers(meta):
+            for path, container in _mutable_containers(meta):
                 first = owner.setdefault(id(container), index)
                 if first != index and path:
                     kinds = f"{phases[first].value} and one for {phases[index].value}"
@@ -197,14 +198,14 @@ class _Run:
     def check_key(self, key: GraphKey) -> None:
         """Check that the captured values of ``key`` hold for every batch that replays it."""
         for phase in (BuildPhase.WARMUP, BuildPhase.CAPTURE):
-            expected = contents(self.build(self.fresh(), key, phase))
+            expected = _contents(self.build(self.fresh(), key, phase))
             captured = self.build(self.builder, key, phase)
             rule = f"of a build in phase {phase.value} depends on batches built before"
             self.compare("A", captured, expected, rule, key)
         signature = self.builder.signature(captured)
         if self.builder.signature(captured) != signature:
             self.note("E", "signature() of the same metadata differs from call to call")
-        baked = dict(leaves(captured))
+        baked = dict(_leaves(captured))
         self.check_owners(baked, key)
         for step in (step for step in self.steps if step.key == key):
             meta = self.build(self.builder, step)
@@ -214,7 +215,7 @@ class _Run:
                 self.note("E", f"the signature of a capture refuses a batch of its key: {refusal}", step)
             now = {name: value for name, _, value in offered.items}
             in_signature = {(value, now.get(name)) for name, _, value in signature.items}
-            for letter, text in _changes(baked, dict(leaves(meta)), in_signature):
+            for letter, text in _changes(baked, dict(_leaves(meta)), in_signature):
                 self.note(letter, text, key)
 
     def check_owners(self, baked: dict[str, Any], key: GraphKey) -> None:
@@ -247,5 +248,63 @@ def _changes(
             baked_in, now = ((t.data_ptr(), t.shape, t.stride(), t.dtype) for t in (leaf, other))
             if (leaf.numel() or other.numel()) and baked_in != now:
                 yield "C", f"{path} has another address, shape or stride in a run than in the capture"
-        elif isinstance(leaf, HOST_VALUE) and leaf != other and (leaf, other) not in in_signature:
+        elif isinstance(leaf, _HOST_VALUE) and leaf != other and (leaf, other) not in in_signature:
             yield "M", f"{path} differs between a capture and a run, and the signature does not tell"
+
+
+# -- metadata objects: dataclasses, tuples, lists and dicts of tensors, arrays and host values ---------------
+
+
+def _leaves(node: Any) -> Iterator[tuple[str, Any]]:
+    """Yield (path, value) of everything that is not a container. Objects of unknown types are values."""
+    return ((path, each) for path, each in _walk(node) if _children(each) is None)
+
+
+def _mutable_containers(node: Any) -> Iterator[tuple[str, Any]]:
+    """Yield (path, container) of lists, dicts, sets, and dataclasses that are not frozen."""
+    for path, each in _walk(node):
+        parameters = getattr(each, "__dataclass_params__", None)
+        fixed = isinstance(each, tuple | frozenset) or (parameters is not None and parameters.frozen)
+        if _children(each) is not None and not fixed:
+            yield path, each
+
+
+def _contents(meta: Any) -> dict[str, Any]:
+    """Return comparable contents of every leaf by path: bytes, shape and dtype of arrays; host values as they are."""
+    return {path: _held(leaf) for path, leaf in _leaves(meta)}
+
+
+def _difference(found: Mapping[str, Any], expected: Mapping[str, Any]) -> str | None:
+    """Return the path of the first leaf that differs, or None."""
+    for path in {**expected, **found}:
+        if found.get(path) != expected.get(path):
+            return path or "the metadata"
+    return None
+
+
+def _walk(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    yield path, node
+    for name, child in _children(node) or ():
+        yield from _walk(child, f"{path}.{name}" if path else str(name))
+
+
+def _children(node: Any) -> Iterable[tuple[Any, Any]] | None:
+    """Return the named children of a container, or None for a value. Sets have none, because their order is
+    undefined.
+    """
+    if is_dataclass(node) and not isinstance(node, type):
+        return [(each.name, getattr(node, each.name)) for each in fields(node)]
+    if isinstance(node, dict):
+        return node.items()
+    if isinstance(node, tuple | list):
+        return zip(getattr(node, "_fields", None) or range(len(node)), node, strict=True)
+    return () if isinstance(node, set | frozenset) else None
+
+
+def _held(leaf: Any) -> tuple[Any, ...]:
+    if isinstance(leaf, Tensor):
+        data = leaf.detach().cpu().flatten().view(torch.uint8).numpy()
+        return Tensor, leaf.dtype, leaf.shape, data.tobytes()
+    if isinstance(leaf, np.ndarray):
+        return np.ndarray, leaf.dtype, leaf.shape, leaf.tobytes()
+    return (type(leaf), leaf) if isinstance(leaf, (*_HOST_VALUE, torch.dtype)) else (type(leaf),)

@@ -41,12 +41,9 @@ _log = logging.getLogger(__name__)
 Kernel = Callable[..., Any]
 
 
-def entry(kernel: Kernel) -> int:
+def entry(kernel: Any) -> int:
     """Return the address of a C function, for calls from C."""
-    function: Any = kernel
-    found = ctypes.cast(function, ctypes.c_void_p).value
-    assert found is not None
-    return found
+    return ctypes.cast(kernel, ctypes.c_void_p).value or 0
 
 
 class NoCompiler(RuntimeError):
@@ -58,14 +55,11 @@ def kernels(source: Path, signatures: tuple[tuple[str, str], ...]) -> Mapping[st
     """Compile a C file at the first call and return its functions by name.
 
     signatures: (name, argument types) with p for pointer, l int64, i int, f float, d double. After a leading `=` the
-    function returns int64, otherwise nothing. Calls release the GIL.
-
-    Raises:
-        NoCompiler: the file cannot be compiled; the message has the reason.
+    function returns int64, otherwise nothing. Calls release the GIL. Raises NoCompiler with the reason.
     """
     _alone_in_forks()
     try:
-        library = _library(source)
+        library = ctypes.CDLL(str(_compiled(source)))
     except OSError as error:  # no writable folder, no /proc, or a noexec file system
         raise NoCompiler(f"{source.name} can't be compiled and loaded: {error}") from error
     found = {}
@@ -97,10 +91,6 @@ def _alone_in_forks() -> None:
     os.register_at_fork(after_in_child=partial(torch.set_num_threads, 1))
 
 
-def _library(source: Path) -> ctypes.CDLL:
-    return ctypes.CDLL(str(_compiled(source)))
-
-
 def _is_whole(library: Path) -> bool:
     """Return whether a file ends with the digest of its contents. Loading a truncated library would end the process."""
     data = library.read_bytes()
@@ -108,7 +98,12 @@ def _is_whole(library: Path) -> bool:
 
 
 def _compiled(source: Path) -> Path:
-    compiler, runtime = _compiler(), _openmp()
+    if not sys.platform.startswith("linux"):
+        raise NoCompiler(f"C kernels need Linux, and this is {sys.platform}")
+    found = shutil.which("gcc") or shutil.which("cc")
+    if found is None:
+        raise NoCompiler("there is no gcc")
+    compiler, runtime = Path(found), _openmp()
     headers = [*sorted(_HEADERS.glob("*.h")), *sorted(source.parent.glob("*.h"))]
     texts = [source.read_bytes(), *(each.read_bytes() for each in headers)]
     made_by = compiler.resolve().stat()
@@ -132,15 +127,6 @@ def _compiled(source: Path) -> Path:
             os.fsync(written.fileno())
         made.replace(target)  # atomic, because another process may compile the same file
     return target
-
-
-def _compiler() -> Path:
-    if not sys.platform.startswith("linux"):
-        raise NoCompiler(f"C kernels need Linux, and this is {sys.platform}")
-    found = shutil.which("gcc") or shutil.which("cc")
-    if found is None:
-        raise NoCompiler("there is no gcc")
-    return Path(found)
 
 
 def _openmp() -> str:

@@ -191,20 +191,6 @@ static void NAME(attend_some)(const void *q, int64_t q_at, void *y, int64_t y_at
   }
 }
 
-/* Process as many tokens at once as have queries that fit the CPU cache. */
-static void NAME(attend_row)(const void *q, int64_t q_at, void *y, int64_t y_at, int wide_q, int64_t tokens,
-                             int64_t q_stride, int64_t y_stride, int64_t group, int64_t size, const TYPE *k_cache,
-                             const TYPE *v_cache, int64_t token_stride, const int32_t *blocks, int64_t block_size,
-                             int64_t length, int64_t window, float scale, float v_scale,
-                             const float *sinks, const NAME(tile) *after) {
-  int64_t most = AT_ONCE / (group * size) ? AT_ONCE / (group * size) : 1;
-  for (int64_t n; tokens; tokens -= n, q_at += n * q_stride, y_at += n * y_stride) {
-    n = tokens < most ? tokens : most;
-    NAME(attend_some)(q, q_at, y, y_at, wide_q, n, q_stride, y_stride, group, size, k_cache, v_cache, token_stride,
-                      blocks, block_size, length - tokens + n, window, scale, v_scale, sinks, after);
-  }
-}
-
 /* Returns 0, or 1 + the first row that does not fit (nothing is computed then). */
 int64_t NAME(attend)(const void *q, const TYPE *k_cache, const TYPE *v_cache, const int32_t *tables,
                      const int32_t *lengths, const int32_t *starts, const float *sinks, const float *scales, void *y,
@@ -212,6 +198,7 @@ int64_t NAME(attend)(const void *q, const TYPE *k_cache, const TYPE *v_cache, co
                      int64_t heads, int64_t kv_heads, int64_t size, int64_t q_stride, int64_t table_stride,
                      int64_t width, int64_t cached, int64_t block_size, int64_t window, float scale, int threads) {
   int64_t group = heads / kv_heads, work = 0, parts = 1;
+  int64_t most = AT_ONCE / (group * size) ? AT_ONCE / (group * size) : 1; /* tokens whose queries fit the CPU cache */
   for (int64_t r = 0; r < rows; r++) {
     if (!fits(tables + r * table_stride, lengths[r], starts[r], starts[r + 1], tokens, width, cached, block_size, window))
       return r + 1;
@@ -229,11 +216,14 @@ int64_t NAME(attend)(const void *q, const TYPE *k_cache, const TYPE *v_cache, co
     int64_t next = i / parts + threads, r = next / kv_heads, offset = next % kv_heads * size;
     NAME(tile) after = {k_cache + offset, v_cache + offset, tables + r * table_stride};
     if (r < rows) after.length = lengths[r], after.begin = first_seen(lengths[r] - starts[r + 1] + starts[r], window);
-    NAME(attend_row)(q, begin * q_stride + h * group * size, y, (begin * heads + h * group) * size, wide_q, n, q_stride,
-                     heads * size, group, size, k_cache + h * size, v_cache + h * size, kv_heads * size,
-                     tables + row * table_stride, block_size, lengths[row] - (end - begin - n), window,
-                     scales ? scale * scales[h] : scale, scales ? scales[kv_heads + h] : 1,
-                     sinks ? sinks + h * group : sinks, &after);
+    for (int64_t last = begin + n, m; begin < last; begin += m) {
+      m = last - begin < most ? last - begin : most;
+      NAME(attend_some)(q, begin * q_stride + h * group * size, y, (begin * heads + h * group) * size, wide_q, m,
+                        q_stride, heads * size, group, size, k_cache + h * size, v_cache + h * size, kv_heads * size,
+                        tables + row * table_stride, block_size, lengths[row] - (end - begin - m), window,
+                        scales ? scale * scales[h] : scale, scales ? scales[kv_heads + h] : 1,
+                        sinks ? sinks + h * group : sinks, &after);
+    }
   }
   int64_t bytes = heads * size * (wide_q ? sizeof(float) : sizeof(bf16));
   memset((char *)y + starts[rows] * bytes, 0, (tokens - starts[rows]) * bytes);
