@@ -137,7 +137,7 @@ def test_which_launches_a_batch_takes() -> None:
 @pytest.mark.parametrize("max_query_len", [1, 5, 40])
 @pytest.mark.parametrize("window", [None, 7])
 def test_a_list_is_made_once_for_the_layers_of_a_kind(mixed: Any, max_query_len: int, window: int | None) -> None:
-    """The list size depends on rows, tokens and bounds; its contents on device lengths."""
+    """The list size depends on rows, tokens and bounds."""
     backend, cache = TritonBackend(), torch.empty(9, 5, 2, 24)
     meta = replace(backend.builder().build(mixed, 0), max_query_len=max_query_len)
     work = backend.build_work_list(meta, (cache, cache), 6, window)
@@ -145,8 +145,4 @@ def test_a_list_is_made_once_for_the_layers_of_a_kind(mixed: Any, max_query_len:
     assert work.shape == (shape.num_entries, 8)
     assert work.dtype == torch.int32
     assert (shape.group, shape.num_kv_heads, shape.window) == (3, 2, window or 0)
-    rows = work[: shape.num_items, 0]
-    owners = {row for row in range(mixed.num_reqs) if mixed.query_start_loc[row + 1] > mixed.query_start_loc[row]}
-    if max_query_len >= mixed.max_query_len:
-        assert set(rows.tolist()) == owners | {-1}, "rows without tokens have no items"
     assert TorchBackend().build_work_list(meta, (cache, cache), 6, window) is None

@@ -70,7 +70,6 @@ class CaptureTracker(TorchDispatchMode):
         raise NotImplementedError
 
     def end(self) -> Graph:
-        """End the open piece of the capture, and return its graph."""
         raise NotImplementedError
 
     def abort(self) -> None:
@@ -80,23 +79,17 @@ class CaptureTracker(TorchDispatchMode):
     def non_owning(self, tensor: Tensor) -> Tensor:
         """Return a view of a captured tensor that does not keep its memory allocated, for use in replays.
 
-        Only memory that an operator of the capture allocated becomes such a view. Other memory (weights, caches, what
-        an eager part keeps) does not belong to the pool, so `tensor` itself is returned, which keeps it alive.
+        Only memory that an operator of the capture allocated becomes such a view. For other memory (weights, caches),
+        `tensor` itself is returned, which keeps it alive.
 
         The pool may give the memory to a later operator or a later capture. That is safe for two reasons:
 
-        * Within one captured body, a replay runs graphs and eager parts on one stream, in the order of the capture. The
-          pool reuses memory in the same order: an operator gets the memory of a tensor only after the body has dropped
-          the tensor. The arguments of an eager part stay allocated until the part has returned and its result is
-          allocated. So the part reads its arguments before a later operator overwrites them, and the next graph reads
-          the result before a later operator overwrites it.
-        * Between captured bodies, a replay reads memory of the pool only after it has written it, so it does not depend
-          on other replays. (A body that allocates a buffer under capture and expects its contents in the next replay is
-          wrong with any shared pool.) For the same reason an output is valid only until the next replay of any graph
-          of the pool.
-
-        A capture must not read such a view of another captured body, because it might get the same memory from the
-        pool. `_track` refuses that.
+        * Within one captured body, a replay runs graphs and eager parts on one stream, in the order of the capture, and
+          the pool reuses memory in the same order. The arguments of an eager part stay allocated until its result is
+          allocated, so that the part reads them before a later operator overwrites them.
+        * Between captured bodies, a replay reads memory of the pool only after it has written it. An output is
+          therefore valid only until the next replay of any graph of the pool. `_track` refuses a capture that reads
+          such a view of another body, because the capture might get the same memory.
         """
         tracked = self.memory.find(tensor) if self._on_device(tensor) else None
         if tracked is None or not tracked.owned or tensor.is_conj() or tensor.is_neg():
@@ -109,11 +102,8 @@ class CaptureTracker(TorchDispatchMode):
         return view
 
     def result_buffer(self, result: Tensor) -> Tensor:
-        """Allocate memory in the graph's pool for the result of an eager part. A replay copies the result there.
-
-        No operator allocates it, because in torch's deterministic mode `torch.empty` would record a kernel that
-        overwrites the copy.
-        """
+        """Allocate memory in the graph's pool for the result of an eager part. A replay copies the result there."""
+        # In torch's deterministic mode, `torch.empty` would record a kernel that overwrites the copy.
         spans = (stride * (size - 1) for size, stride in zip(result.shape, result.stride(), strict=True))
         numel = 1 + sum(spans) if result.numel() else 0
         with self.paused():
@@ -130,7 +120,6 @@ class CaptureTracker(TorchDispatchMode):
             self.open = is_open
 
     def _allocate(self, nbytes: int, device: torch.device) -> UntypedStorage:
-        """Allocate memory that belongs to the open piece of the capture."""
         raise NotImplementedError
 
     def _pool_storage(self, address: int, nbytes: int) -> UntypedStorage:
@@ -243,10 +232,8 @@ class CaptureTracker(TorchDispatchMode):
 
 
 class HostReadGuard(TorchFunctionMode):
-    """Refuses methods that read a CPU tensor's memory without an operator, or copy a device tensor to the host.
-
-    It also replaces `tensor[index] = number` by `fill_`: before torch 2.14, torch makes a tensor of the number without
-    an operator.
+    """Refuses methods that read a tensor's memory on the host, and replaces `tensor[index] = number` by `fill_`: before
+    torch 2.14, torch makes a tensor of the number without an operator.
     """
 
     def __init__(self, tracker: CaptureTracker) -> None:

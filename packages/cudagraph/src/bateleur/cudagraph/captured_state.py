@@ -33,7 +33,7 @@ class CapturedState(Generic[S]):
     externals: tuple[ExternalMemory, ...]
     producer: Producer[S]
     staged: StagedBatch[S]
-    poison: bool = False
+    poison: bool
 
     def restage(self, phase: Phase) -> StagedBatch[S]:
         """Stage a dummy batch of this key again at the captured addresses. Raises `AddressMoved` if a buffer moved."""

@@ -23,12 +23,9 @@ _WORD_BITS = 62  # an int64 with more bits of the key mask could be negative
 
 @dataclass(frozen=True, slots=True)
 class RankStep:
-    """The input of one rank to the joint dispatch of a step, which chooses one graph for all ranks.
+    """The input of one rank to the joint dispatch of a step: its batch (None: no request) and its captured keys.
 
-    Attributes:
-        batch: the rank's batch. None if the rank has no request.
-        ready: the keys that the rank has captured. None means all. A rank without a request replays the graph too, on
-            a dummy batch, so its captured keys count.
+    ``ready`` None means all keys. A rank without a request replays the graph too, on a dummy batch, so its keys count.
     """
 
     batch: UnpaddedBatch | None
@@ -42,8 +39,7 @@ class JointDispatch:
     Attributes:
         batch: the joint batch: each size is the largest over all ranks. None if no rank has a request, so that no rank
             runs. A rank without requests runs a dummy batch of these sizes.
-        descriptor: key of the graph that all ranks replay. None if all ranks run eagerly.
-        reason: the kind of graph, or why the ranks run eagerly.
+        descriptor, reason: as in `DispatchDecision`.
         rank: the rank that `reason` is about, because its own batch fits no graph or because it has not captured the
             common graph. None if several ranks together cause eager execution, or if all ranks run on a graph.
     """
@@ -56,9 +52,8 @@ class JointDispatch:
     @property
     def num_tokens(self) -> int:
         """Tokens of the graph, padding included. Without a graph, the largest number of tokens of a rank; 0 if idle."""
-        if self.descriptor is not None:
-            return self.descriptor.num_tokens
-        return 0 if self.batch is None else self.batch.num_tokens
+        sized = self.descriptor or self.batch
+        return 0 if sized is None else sized.num_tokens
 
     def decision_for(self, batch: UnpaddedBatch | None) -> DispatchDecision:
         """Return the decision with the padding that the `batch` of one rank needs. None: the rank has no request.
@@ -133,7 +128,7 @@ def _rank_without_graph(
 ) -> tuple[int | None, DispatchReason]:
     """Return the rank whose batch meets the fewest constraints of a graph, and its first violated constraint.
 
-    (None, `reason`) if the batch of each rank fits a graph. joint, reason: the joint batch, and why it runs eagerly.
+    (None, `reason`) if the batch of each rank fits a graph. reason: why the joint batch runs eagerly.
     """
     found: list[tuple[int, int | None, DispatchReason]] = []
     for rank, step in enumerate(steps):
@@ -146,14 +141,11 @@ def _rank_without_graph(
 
 
 class RankStepCodec:
-    """Encodes `RankStep` objects as integer vectors of one length, for one dispatcher.
+    """Encodes `RankStep` objects as integer vectors of one ``length``, for one dispatcher.
 
     Layout: num_reqs (0: no batch), num_tokens, query_len (0: not uniform), max_query_len, decode_only, index of the
     variant in the dispatcher (-1: not in it), and words of 62 bits with one bit per key: whether the key is captured.
-
-    Attributes:
-        length: integers per vector.
-        fingerprint: hash of the dispatcher, in [0, 2**56). Equal dispatchers have equal fingerprints on all machines.
+    ``fingerprint``: hash of the dispatcher, in [0, 2**56), equal on all machines.
     """
 
     def __init__(self, dispatcher: CudagraphDispatcher) -> None:
@@ -202,13 +194,10 @@ class LocalCoordinator:
 
 
 class TorchDistCoordinator:
-    """Makes one dispatch decision for all ranks of a `torch.distributed` group. Each step costs one all-gather of a few
-    integers.
+    """Makes one dispatch decision for all ranks of a `torch.distributed` group, by one all-gather of a few integers.
 
-    The host waits for the result, because the padding of the step depends on it. With a CPU group (gloo), it waits for
-    the other hosts. With a GPU group, it also waits for earlier work on the current stream.
-
-    All ranks must create the coordinator together, because it compares their dispatchers.
+    The host waits for the result, because the padding of the step depends on it. With a GPU group, it also waits for
+    earlier work on the current stream. All ranks must create the coordinator together: it compares their dispatchers.
 
     Args:
         group: the process group. None: the default group.

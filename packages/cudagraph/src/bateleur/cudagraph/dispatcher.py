@@ -1,7 +1,4 @@
-"""`CudagraphDispatcher`: which graphs to capture, and which graph a batch runs on or why it runs eagerly.
-
-Nothing here captures graphs, stages batches or replays.
-"""
+"""`CudagraphDispatcher`: which graphs to capture, and which graph a batch runs on or why it runs eagerly."""
 
 from __future__ import annotations
 
@@ -54,8 +51,7 @@ class DispatchDecision:
     Attributes:
         descriptor: key of the graph. None if the batch runs eagerly.
         reason: the kind of graph. For an eager batch, the constraint of the nearest graph that it violates.
-        pad_tokens: padding tokens to add before staging. 0 for an eager batch.
-        pad_reqs: padding requests to add before staging. 0 for an eager batch.
+        pad_tokens, pad_reqs: padding to add before staging. 0 for an eager batch.
     """
 
     descriptor: BatchExecutionDescriptor | None
@@ -74,13 +70,7 @@ class DispatchDecision:
 
 
 class DispatchCounter:
-    """Counts dispatch decisions by reason, and the tokens and padding that ran on graphs.
-
-    Attributes:
-        by_reason: number of decisions for each reason.
-        num_graph_tokens: tokens that ran on graphs, padding included.
-        num_pad_tokens: padding tokens among `num_graph_tokens`.
-    """
+    """Counts dispatch decisions by reason, and the tokens that ran on graphs, padding included, and padding alone."""
 
     def __init__(self) -> None:
         self.by_reason: Counter[DispatchReason] = Counter()
@@ -184,7 +174,6 @@ class CudagraphDispatcher:
     It is immutable and has no tensors. It corresponds to vLLM's class of this name.
 
     Attributes:
-        mode: which batches run on graphs.
         keys: all graphs to capture, in capture order. FULL keys come before PIECEWISE keys, because decode graphs
             save most if memory or time runs out. Within a mode, large keys come first, so that small keys reuse their
             memory.
@@ -213,7 +202,6 @@ class CudagraphDispatcher:
         """Make a dispatcher with the graph keys for some capture sizes.
 
         Args:
-            mode: which batches run on graphs.
             capture_sizes: padded numbers of tokens. For decode graphs, each size is rounded up to a multiple of the
                 query length. A size above a limit is lowered to the limit.
             max_num_reqs, max_num_tokens: the engine's limits per step. None: no limit.
@@ -265,7 +253,6 @@ class CudagraphDispatcher:
 def _keys(
     mode: CudaGraphMode, size: int, most_reqs: int, most_tokens: int, query_lens: Iterable[int]
 ) -> Iterable[BatchExecutionDescriptor]:
-    """Yield the graph keys of capture size `size`, within the engine's limits of requests and tokens per step."""
     full, tokens = CudaGraphMode.FULL, min(size, most_tokens)
     for length in query_lens if mode.decode_mode is full else ():
         rows = min(-(-size // length), most_reqs, most_tokens // length)
@@ -278,7 +265,7 @@ def _keys(
 
 
 def _groups(keys: Iterable[BatchExecutionDescriptor]) -> tuple[_KeyGroup, ...]:
-    """Group the keys of one variant by kind and query length, the preferred group first. No group is empty."""
+    """Group the keys of one variant by kind and query length, the preferred group first."""
     found: dict[tuple[int, int], list[BatchExecutionDescriptor]] = {}
     for key in sorted(keys):
         found.setdefault((_GRAPH_KINDS.index(_kind(key)), key.uniform_query_len or 0), []).append(key)

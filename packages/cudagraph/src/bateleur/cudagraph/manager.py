@@ -27,7 +27,7 @@ Progress: TypeAlias = Callable[[Sequence[BatchExecutionDescriptor]], Iterable[Ba
 """Yields the keys in order and shows the progress, such as `tqdm`."""
 
 
-@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class _CapturedKey(CapturedState[S], Generic[S, T]):
     body: Body[S, T]
     graph: CapturedBody[S, T]
@@ -258,17 +258,8 @@ class CudaGraphManager(Generic[S, T]):
         graph = self._backend.capture(body, key, staged.state)
         seconds = perf_counter() - warmed
         externals = graph.externals
-        return _CapturedKey(
-            key=key,
-            addresses=addresses,
-            externals=externals,
-            producer=producer,
-            staged=staged,
-            poison=self._poison,
-            body=body,
-            graph=graph,
-            cost=CaptureCost(key, warmed - start, seconds, graph.nbytes, graph.num_graphs, len(externals)),
-        )
+        cost = CaptureCost(key, warmed - start, seconds, graph.nbytes, graph.num_graphs, len(externals))
+        return _CapturedKey(key, addresses, externals, producer, staged, self._poison, body, graph, cost)
 
     def _check_earlier_captures(self, producer: Producer[S]) -> None:
         """Check that the latest staging moved no buffer of an earlier capture of `producer`."""

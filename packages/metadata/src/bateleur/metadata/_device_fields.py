@@ -16,10 +16,8 @@ from bateleur.metadata.fields import NULL_BLOCK, PAD_SLOT
 
 @dataclass(frozen=True, slots=True)
 class DeviceFields:
-    """Device tensors of a batch at their full size.
-
-    ``slots``: (slot mapping, block table, block size) of each KV-cache group with slots. ``seq_len_fill``: ``seq_lens``
-    of padded rows.
+    """Device tensors of a batch at their full size. ``slots``: (slot mapping, block table, block size) of each KV-cache
+    group with slots. ``seq_len_fill``: ``seq_lens`` of padded rows.
     """
 
     input_ids: Tensor
@@ -33,13 +31,8 @@ class DeviceFields:
 
 @dataclass(frozen=True, slots=True)
 class DeviceStep:
-    """Values of a step that the host uploaded. All tensors are on the device.
-
-    Attributes:
-        num_reqs, num_tokens: R and T, real sizes.
-        num_computed_tokens: (R,) integer, tokens of each request before this step.
-        query_start_loc: (R + 1,) int32.
-        token_ids: (T - k,) int32, ids of all but the first k tokens. The last step sampled those on the device.
+    """Values of a step on the device: ``num_computed_tokens`` (R,) integer, ``query_start_loc`` (R + 1,) int32, and
+    ``token_ids`` (T - k,) int32 of all but the first k tokens, which the last step sampled on the device.
     """
 
     num_reqs: int

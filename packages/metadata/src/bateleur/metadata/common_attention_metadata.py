@@ -17,11 +17,8 @@ from bateleur.metadata.seq_len_bound import SeqLenBound
 class BatchShape:
     """Real and padded sizes of a batch, decided before staging.
 
-    Attributes:
-        num_reqs, num_tokens: real requests and tokens.
-        padded_reqs, padded_tokens: sizes that kernels see; equal to the real sizes if there is no padding.
-        max_query_len: guaranteed upper bound of every query length. 1 for a decode graph, ``1 + drafts`` for a
-            verification graph, up to ``num_tokens`` for a mixed batch.
+    ``max_query_len``: guaranteed upper bound of every query length. 1 for a decode graph, ``1 + drafts`` for a
+    verification graph, up to ``num_tokens`` for a mixed batch.
     """
 
     num_reqs: int
@@ -59,9 +56,8 @@ class CommonAttentionMetadata:
     value of each field.
 
     Attributes:
-        num_reqs, num_tokens: padded sizes, ``padded_reqs`` and ``padded_tokens`` of the shape.
+        num_reqs, num_tokens, max_query_len: padded sizes and bound of the shape.
         num_actual_reqs, num_actual_tokens: real sizes, under graphs too (vLLM's ``num_actual_tokens`` is padded there).
-        max_query_len: guaranteed upper bound of the query lengths.
         max_seq_len: upper bound of ``seq_lens``; ``max_model_len`` during a graph capture.
         input_ids, positions: (T,).
         query_start_loc, query_start_loc_cpu: (R + 1,).

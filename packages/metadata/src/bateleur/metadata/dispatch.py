@@ -53,10 +53,8 @@ class Implementations(Generic[F]):
     native: str | None = None
 
     def on(self, where: Tensor) -> F:
-        """Return the implementation for the device of the tensor ``where``.
-
-        Triton launches on the current device. If ``where`` is on another GPU, the returned function makes that GPU
-        current while it runs.
+        """Return the implementation for the device of the tensor ``where``. Triton launches on the current device; if
+        ``where`` is on another GPU, the returned function makes that GPU current while it runs.
         """
         if where.is_cuda and self.triton is not None:
             form = load(self.triton)
@@ -94,9 +92,8 @@ def is_recording() -> bool:
 
 
 def skip_dispatcher(operator: F, form: F) -> F:
-    """Return a function that calls the implementation ``form``, or ``operator`` while a dispatch mode is active.
-
-    For operators on a CPU: torch's dispatcher takes about 3 us per call (measured).
+    """Return a function that calls ``form``, or ``operator`` while a dispatch mode is active: on a CPU, torch's
+    dispatcher takes about 3 us per call (measured).
     """
 
     @wraps(form)

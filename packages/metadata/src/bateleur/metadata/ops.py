@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 from torch.library import Library
 
-from bateleur.metadata.backends import _native_ops, _torch_ops, _work_list
+from bateleur.metadata.backends import _native_ops, _torch_ops
 from bateleur.metadata.dispatch import F, Implementations, define_op, skip_dispatcher
 
 _library = Library("bateleur", "FRAGMENT")
@@ -33,11 +33,10 @@ def _define(
     fake: Callable[..., Any] = _like_queries,
     mutates: tuple[str, ...] = (),
     triton: str | None = None,
-    module: str = "cuda_ops",
     name: str | None = None,
 ) -> F:
-    """Define an operator of ``torch.ops.bateleur``. triton, module: name and module of its CUDA form."""
-    forms = Implementations(form, triton=triton and f"bateleur.metadata.kernels.{module}:{triton}")
+    """Define an operator of ``torch.ops.bateleur``. triton: name of its CUDA form."""
+    forms = Implementations(form, triton=triton and f"bateleur.metadata.kernels.cuda_ops:{triton}")
     return define_op(_library, form, forms, mutates=mutates, fake=fake, name=name)
 
 
@@ -72,16 +71,14 @@ has a score for each query head, of a key without a value that every query sees;
 and values are what the caches hold, times the scale of their head. ``work`` is ignored.
 """
 
-attention_work = _define(
-    _work_list.attention_work, fake=_work_list.empty_work_list, triton="attention_work", module="work_list"
-)
+attention_work = _define(_torch_ops.attention_work, fake=_torch_ops.attention_work, triton="attention_work")
 """``(k_cache, seq_lens (R,) int32, query_start_loc (R + 1,) int32, num_heads, num_tokens, max_query_len,
 sliding_window, dtype or None) -> (n, 8) int32``: the work list of ``triton_paged_attention``.
 
 One list serves all layers of a forward pass whose queries are in ``dtype`` (None: that of ``k_cache``) and whose caches
 have the shape of ``k_cache``; the number of blocks may differ. ``num_tokens``, ``max_query_len`` and
 ``sliding_window`` must equal those of the attention call. n depends only on shapes, dtypes and host numbers.
-:mod:`bateleur.metadata.backends._work_list` describes the entries.
+:mod:`bateleur.metadata.kernels.work_list` describes the entries. On a CPU they are 0, because nothing reads them.
 """
 
 triton_paged_attention = _define(

@@ -63,7 +63,7 @@ class SeqLenBound:
     def advanced(self, k: int, cap: int) -> SeqLenBound:
         """Return the bounds after ``k`` more tokens: ``min(upper + k, cap)``, 0 for padding requests.
 
-        ``cap`` is ``max_model_len``. Bounds lowered to ``cap`` become inexact. Raises ValueError for negative ``k``.
+        ``cap`` is ``max_model_len``. Bounds lowered to ``cap`` become inexact.
         """
         if k < 0:
             raise ValueError(f"k: {k} is negative; a bound can only advance")

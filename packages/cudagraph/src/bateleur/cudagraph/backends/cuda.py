@@ -39,16 +39,13 @@ class CudaGraphPool:
     def abandon(self, graph: torch.cuda.CUDAGraph) -> None:
         """Clean up after a capture that the driver refused to begin or to end. Earlier graphs keep the pool.
 
-        `CUDAGraph.capture_begin` puts three parts of torch into capture state: the device allocator, the allocator of
-        pinned host memory (torch >= 2.11), and the default random generator. If the driver reports an error,
-        `capture_end` raises and leaves them in that state. `CUDAGraph.reset` ends the state in torch 2.15, but not in
-        torch 2.11. There:
+        The capture has put the device allocator, the allocator of pinned host memory and the default random generator
+        into capture state. `CUDAGraph.reset` ends the state in torch 2.15, but not in torch 2.11. There:
 
         * The device allocator defers frees and can't return cached memory. The two `torch._C` calls below end this.
-        * The host allocator has no Python binding. It refuses another capture into the pool, so the pool is abandoned.
-          At each allocation it calls a function with the address of the graph object, so the object is never freed.
-        * The generator refuses to draw outside of a capture, so the warm-up of the next key could not draw. A complete
-          capture resets it, so this captures an empty graph.
+        * The host allocator refuses another capture into the pool, so the pool is abandoned. At each allocation it
+          calls a function with the address of the graph object, so the object is never freed.
+        * The generator refuses to draw outside of a capture. A complete capture resets it: that of an empty graph.
         """
         self.abandoned = True
         _INVALID.append(graph)
@@ -107,8 +104,8 @@ class CudaBackend(GraphBackend):
     def session(self) -> Iterator[None]:
         """Switch to a side stream, ordered with the current stream, and switch garbage collection off.
 
-        During a capture, the driver does not allow to free a Triton module or a graph, as a collection might. It also
-        refuses to create the cuBLAS handle of a thread, so this is done first.
+        During a capture, the driver refuses to free a Triton module or a graph, as a collection might, and to create
+        the cuBLAS handle of a thread.
         """
         with torch.cuda.device(self._device), _garbage_collection_off():
             torch.cuda.current_blas_handle()

@@ -48,7 +48,7 @@ class WorkShape:
     """Sizes of the work list of a batch, and launch options of the kernels that read it, computed on the host.
 
     The list is an int32 tensor (``num_entries``, 8): the items of each launch, then ``splits`` joins of each launch.
-    :mod:`bateleur.metadata.backends._work_list` describes the entries.
+    :mod:`bateleur.metadata.kernels.work_list` describes the entries.
 
     Attributes:
         group: query heads of a key head.
@@ -198,17 +198,9 @@ def _work_shape(
     for launch in (launches[0], launches[-1]):
         work_sizes += [launch.least, launch.most, launch.block_m, launch.min_keys, launch.num_items]
     return WorkShape(
-        group=group,
-        num_kv_heads=num_kv_heads,
-        window=window,
-        block_n=block_n,
-        splits=splits,
-        launches=tuple(launches),
-        num_items=first_item,
-        num_entries=first_item + num_joins,
-        num_lines=first_line,
+        group=group, num_kv_heads=num_kv_heads, window=window, block_n=block_n, splits=splits,
+        launches=tuple(launches), num_items=first_item, num_entries=first_item + num_joins, num_lines=first_line,
         unsplit_keys=min(launch.min_keys for launch in launches),
         join_grid=(num_joins, cdiv(tile_lines, joins["BLOCK_L"]), num_kv_heads),
-        join_options=joins,
-        work_sizes=tuple(work_sizes),
-    )
+        join_options=joins, work_sizes=tuple(work_sizes),
+    )  # fmt: skip

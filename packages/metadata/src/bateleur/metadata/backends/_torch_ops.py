@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bateleur.metadata._memory import movable
+from bateleur.metadata.backends._launch_config import ENTRY_SIZE, work_shape
 
 _Caches: TypeAlias = tuple[Tensor, Tensor, Tensor | None]
 """Caches of keys and values, and their scales (2, Hkv) or None."""
@@ -110,6 +111,16 @@ def paged_attention(
         for offset in range(0, max_query_len, tile_queries):
             _attend_tile(out_THD, q, caches, rows, (offset, min(offset + tile_queries, max_query_len)), *scores)
     return out_THD[:-1]
+
+
+def attention_work(
+    k_cache: Tensor, seq_lens: Tensor, query_start_loc: Tensor, num_heads: int, num_tokens: int, max_query_len: int,
+    sliding_window: int, dtype: torch.dtype | None = None,
+) -> Tensor:  # fmt: skip
+    """Return zeros of the size of a work list. Only Triton kernels read the list."""
+    num_rows = seq_lens.shape[0]
+    shape = work_shape(num_heads, k_cache, num_rows, num_tokens, max_query_len, sliding_window, dtype)
+    return seq_lens.new_zeros(shape.num_entries, ENTRY_SIZE, dtype=torch.int32)
 
 
 def check_slots(k: Tensor, v: Tensor, slot_mapping: Tensor) -> None:

@@ -180,13 +180,9 @@ class AttentionBackend:
         return None
 
     def build_work_list(
-        self,
-        meta: PagedAttentionMetadata,
-        kv: KVCache,
-        num_heads: int,
-        sliding_window: int | None = None,
+        self, meta: PagedAttentionMetadata, kv: KVCache, num_heads: int, sliding_window: int | None = None,
         dtype: torch.dtype | None = None,
-    ) -> Tensor | None:
+    ) -> Tensor | None:  # fmt: skip
         """Return the work list (query tiles with KV splits) for all layers with equal heads and windows, or None.
 
         A model calls it once per forward pass, before its layers, and passes the result to every ``attend``. A CUDA
@@ -197,20 +193,11 @@ class AttentionBackend:
         return None
 
     def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        kv: KVCache,
-        meta: PagedAttentionMetadata,
-        scale: float,
-        sliding_window: int | None = None,
-        rotary: tuple[Tensor, Tensor] | None = None,
-        norm: tuple[Tensor, Tensor, float] | None = None,
-        work: Tensor | None = None,
-        sinks: Tensor | None = None,
+        self, q: Tensor, k: Tensor, v: Tensor, kv: KVCache, meta: PagedAttentionMetadata, scale: float,
+        sliding_window: int | None = None, rotary: tuple[Tensor, Tensor] | None = None,
+        norm: tuple[Tensor, Tensor, float] | None = None, work: Tensor | None = None, sinks: Tensor | None = None,
         kv_scales: Tensor | None = None,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         """Store this step's keys and values, then attend over the cache.
 
         Args:

@@ -103,7 +103,7 @@ class PlanCache:
         self._workspaces: dict[torch.device, Tensor] = {}
 
     def new_owner(self) -> int:
-        """Return a number that identifies a builder, to tell its graphs from those of other builders."""
+        """Return a number that tells the graphs of a new builder from those of others."""
         self._num_owners += 1
         return self._num_owners
 
@@ -132,7 +132,7 @@ class PlanCache:
         return self._wrappers[config]
 
     def addresses(self, owner: int) -> dict[str, int]:
-        """Return the addresses of the plan buffers that a builder's graphs read, by name. ``owner``: builder number."""
+        """Return the addresses of the plan buffers that the graphs of the builder ``owner`` read, by name."""
         return {
             f"{shape.rows} rows of {shape.query_len}, plan {number}, {name}": tensor.data_ptr()
             for shape, wrappers in self._shapes.items()
@@ -200,14 +200,11 @@ class PlannedWrapper:
         self._wrapper.plan(*arguments, **options)
 
     def _host(self, array: I32Array) -> Tensor:
-        """Return the array as a tensor, in pinned memory if the device is CUDA. FlashInfer reads and copies it."""
         return pinned(array.shape, torch.int32, self._config.device).copy_(torch.from_numpy(array))
 
 
 def page_indptr_and_last_lens(key_lens: I32Array, block_size: int) -> tuple[I32Array, I32Array]:
-    """Return FlashInfer's ``paged_kv_indptr`` (R + 1,) and ``paged_kv_last_page_len`` (R,). ``key_lens`` (R,) must be
-    >= 1.
-    """
+    """Return FlashInfer's ``paged_kv_indptr`` (R + 1,) and ``paged_kv_last_page_len`` (R,). ``key_lens`` are >= 1."""
     counts = (key_lens + (block_size - 1)) // block_size
     starts = np.zeros(len(key_lens) + 1, np.int32)
     np.cumsum(counts, out=starts[1:])

@@ -69,13 +69,9 @@ class TritonBackend(AttentionBackend):
     kernel = staticmethod(ops.triton_paged_attention)
 
     def build_work_list(
-        self,
-        meta: PagedAttentionMetadata,
-        kv: KVCache,
-        num_heads: int,
-        sliding_window: int | None = None,
+        self, meta: PagedAttentionMetadata, kv: KVCache, num_heads: int, sliding_window: int | None = None,
         dtype: torch.dtype | None = None,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         """Compute the work list of attention for a forward pass, (n, 8) int32, in one launch."""
         bounds = num_heads, meta.slot_mapping.shape[0], meta.max_query_len, sliding_window or 0
         return ops.attention_work(kv[0], meta.seq_lens, meta.query_start_loc, *bounds, dtype)

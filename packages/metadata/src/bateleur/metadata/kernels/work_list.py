@@ -1,5 +1,27 @@
-"""Kernel that computes the work list of attention: an entry for each query tile and KV split.
-`bateleur.metadata.backends._work_list` is its specification.
+"""Kernel that computes the work list of paged attention: one entry for each (row, query tile, KV split); a row is a
+request.
+
+One list serves all key heads and all layers with equal heads and windows. The device computes the list once in each
+forward pass. Its size depends on the numbers of rows and tokens and on `max_query_len`. A CUDA graph can therefore
+record the launch that computes the list and the launches that read it. Each program of the kernel reads one entry.
+Programs of padding entries end at once.
+
+All splits of a launch have the same number of keys, so that about ``splits`` of them hold all keys of the launch. A
+long row among short rows gets programs in proportion to its keys. Split sizes are ``min_keys`` times a power of two, so
+that one more token rarely changes the order of sums. The last row and its last tile come first, because the last tile
+of a prompt has the most keys.
+
+Item: (row, token, queries, seq_len, tile, first, end, part).
+    row: index in the batch. token: its first token. queries, seq_len: its tokens and keys. tile: its query tile.
+    first, end: keys ``first`` to ``end - 1`` are read. part: index of the partial output, -1 if the tile has one split.
+Padding of items: (-1, token, count, 0, index, 0, 0, -1).
+    Item ``index`` of ``count``. Together these items zero the outputs from ``token`` on, which belong to no row. If
+    another launch zeroes them, ``token`` is the number of tokens.
+Join: (token, begin, lines, splits, first line, stride, 0, 0), for each tile with several splits.
+    token: first token of its row. begin, lines: the tile's first line in the row, and its number of lines. Partial
+    output of line ``m``, split ``s`` and key head ``h`` is number
+    ``first line + (s * key heads + h) * stride + m``.
+Padding of joins: zeros.
 
 Shapes: J rows (requests), the last one first; I items.
 """
@@ -177,7 +199,7 @@ def attention_work(
     k_cache: Tensor, seq_lens: Tensor, query_start_loc: Tensor, num_heads: int, num_tokens: int, max_query_len: int,
     sliding_window: int, dtype: torch.dtype | None = None,
 ) -> Tensor:  # fmt: skip
-    """Compute the work list of query tiles and KV splits, (num_entries, 8) int32, as `_work_list.attention_work`."""
+    """Compute the work list, (num_entries, 8) int32, for layers with ``num_heads`` and caches like ``k_cache``."""
     num_rows = seq_lens.shape[0]
     shape = work_shape(num_heads, k_cache, num_rows, num_tokens, max_query_len, sliding_window, dtype)
     work = torch.empty(shape.num_entries, ENTRY_SIZE, dtype=torch.int32, device=seq_lens.device)
