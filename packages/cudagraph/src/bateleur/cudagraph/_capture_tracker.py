@@ -73,7 +73,6 @@ class CaptureTracker(TorchDispatchMode):
         raise NotImplementedError
 
     def abort(self) -> None:
-        """End and drop the open piece of the capture, if there is one."""
         raise NotImplementedError
 
     def non_owning(self, tensor: Tensor) -> Tensor:

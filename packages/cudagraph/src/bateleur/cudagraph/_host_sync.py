@@ -45,13 +45,7 @@ def _needs_values(func: OpOverload) -> bool:
 def waits_for_device(
     func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], on_device: Callable[[Tensor], bool]
 ) -> bool:
-    """Return whether a call of an operator makes the host wait for a value on the device.
-
-    Args:
-        func: an operator that is not composite.
-        args, kwargs: its arguments.
-        on_device: returns whether a tensor is on the device.
-    """
+    """Return whether a call of an operator, not a composite one, makes the host wait for a value on the device."""
     if func._schema.name in _ACCEPTS_MASKS:
         names = (argument.name for argument in func._schema.arguments)
         return _waits_for_mask(dict(zip(names, args, strict=False)) | kwargs, on_device)
@@ -61,9 +55,8 @@ def waits_for_device(
 
 
 def _waits_for_mask(arguments: dict[str, Any], on_device: Callable[[Tensor], bool]) -> bool:
-    """Return whether indexing by a mask makes the host wait for the number of selected elements.
-
-    It does not if the mask is the only index and the value is one host number: torch then calls `masked_fill`.
+    """Return whether indexing by a mask makes the host wait for the number of selected elements: not if the mask is the
+    only index and the value is one host number. torch then calls `masked_fill`.
     """
     given = [index for index in arguments["indices"] if index is not None]
     value = arguments.get("values")

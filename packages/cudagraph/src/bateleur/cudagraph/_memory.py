@@ -70,12 +70,10 @@ class TrackedMemory:
 
     @property
     def externals(self) -> tuple[ExternalMemory, ...]:
-        """The storages that the capture used but did not allocate."""
         return tuple(each for each in self._storages if not each.owned)
 
     @property
     def owned(self) -> tuple[TrackedStorage, ...]:
-        """The storages that the capture allocated, in the order of allocation. Most of them are freed already."""
         return tuple(each for each in self._storages if each.owned)
 
     def add_view(self, view: Tensor) -> None:

@@ -75,8 +75,6 @@ class UnpaddedBatch:
     """The sizes of a batch before padding: what `CudagraphDispatcher.dispatch` needs to choose a graph.
 
     Attributes:
-        num_reqs: requests, at least 1.
-        num_tokens: tokens of all requests together.
         query_len: tokens of every request. None if requests have different numbers of tokens.
         max_query_len: largest number of tokens of a request.
         decode_only: whether every request has finished its prompt. The caller must say this, because

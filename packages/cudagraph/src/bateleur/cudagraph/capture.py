@@ -21,9 +21,7 @@ class EagerPart(NamedTuple):
 
     Attributes:
         name: name of the part in errors.
-        fn: called with the state of the step and `tensors`.
-        tensors: the arguments. The graph before the part writes them. They do not own memory of the pool, see
-            `CaptureTracker.non_owning`.
+        tensors: arguments after the state. The graph before writes them. See `CaptureTracker.non_owning`.
         result: the tensor that the next graph reads. It is a non-owning view of the pool, or a view of an
             argument if `fn` returned one.
     """

@@ -12,8 +12,7 @@ class CaptureCost:
     """Time and memory of one captured key.
 
     Attributes:
-        warmup_s: host time of staging and warm-up, in seconds.
-        capture_s: host time of staging and capture, in seconds.
+        warmup_s, capture_s: host time of staging and warm-up, and of staging and capture, in seconds.
         nbytes: device memory that the capture allocated, in bytes. All keys share a memory pool, so the first keys
             allocate most of it; later keys add little more than the driver's memory per graph.
         num_graphs: number of graphs. 1 for a FULL key.
@@ -30,12 +29,7 @@ class CaptureCost:
 
 @dataclass(frozen=True, slots=True)
 class KeyEvent:
-    """A failed capture or a release of a graph, by key.
-
-    Attributes:
-        reason: the error, or the reason of the latest release.
-        times: number of releases of the key. 1 for a failed capture.
-    """
+    """A failed capture, or the latest of several (`times`) releases of a graph, with the error or the reason."""
 
     key: BatchExecutionDescriptor
     reason: str
@@ -44,12 +38,8 @@ class KeyEvent:
 
 @dataclass(frozen=True, slots=True)
 class CaptureReport:
-    """A snapshot of a manager's captures.
-
-    Attributes:
-        num_planned: number of keys of the dispatcher.
-        failures: keys whose capture failed, and which were not captured later.
-        releases: keys that were released, captured again or not. The latest release is last.
+    """A snapshot of a manager's captures. ``num_planned``: number of keys of the dispatcher. ``failures``: keys that
+    were not captured later. ``releases``: keys that were released, captured again or not; the latest is last.
     """
 
     backend: str

@@ -114,9 +114,7 @@ class Coverage:
 
     Attributes:
         ranges: batch sizes in increasing order, without gaps.
-        mean_padding: padding tokens / tokens, in [0, 1), the mean over batch sizes that run on a graph. 0 if none runs
-            on a graph.
-        worst_padding: the largest of these ratios.
+        mean_padding, worst_padding: padding tokens / tokens, in [0, 1), over batch sizes that run on a graph.
     """
 
     query_len: int

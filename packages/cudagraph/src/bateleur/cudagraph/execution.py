@@ -19,9 +19,7 @@ EagerCall: TypeAlias = Callable[[Callable[..., Tensor], tuple[Tensor, ...]], Ten
 class Execution(Generic[S]):
     """The argument of a body, the function that is captured: one run of the forward pass.
 
-    Attributes:
-        key: the graph that is captured or run. None if the step runs eagerly.
-        state: the staged state of the step.
+    ``key``: the graph that is captured or run, None if the step runs eagerly. ``state``: the staged state of the step.
     """
 
     __slots__ = ("_eager_call", "key", "state")

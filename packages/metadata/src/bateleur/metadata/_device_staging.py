@@ -96,7 +96,6 @@ class DeviceStaging:
         self._queue.launch(fill)
 
     def write(self, rows: StepRows, shape: BatchShape, lengths: StepLengths) -> None:
-        """Upload the step and launch the kernels."""
         packet, computed = PackedUpload(), rows.num_computed_tokens_device
         counts = packet.add(rows.num_computed_tokens) if computed is None else 0
         starts = packet.add(lengths.starts)

@@ -13,12 +13,8 @@ from bateleur.metadata.step_inputs import BatchLimits, KVCacheGroup, StepRows
 
 
 class StepLengths(NamedTuple):
-    """Lengths of the R requests of a step.
-
-    Attributes:
-        upper: (R,) int32, upper bounds of the sequence lengths after the step.
-        longest: largest upper bound, 0 for no rows.
-        starts: (R + 1,) int32, index of each row's first token, and the token count.
+    """Upper bounds (R,) of the sequence lengths after a step, the largest one (0 for no rows), and the index of each
+    row's first token and the token count (R + 1,).
     """
 
     upper: I32Array

@@ -18,8 +18,7 @@ class BlockTable:
         ids: (M, max_blocks) int32.
         width: number of leading columns that may hold ids, as of the last :meth:`take_writes`.
         cleared: (M,) bool, rows cleared and not staged since.
-        num_clears: number of clears so far.
-        num_writes: number of writes so far.
+        num_clears, num_writes: number of clears and of writes so far.
     """
 
     def __init__(self, ids: I32Array) -> None:

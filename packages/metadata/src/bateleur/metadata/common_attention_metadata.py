@@ -59,12 +59,9 @@ class CommonAttentionMetadata:
         num_reqs, num_tokens, max_query_len: padded sizes and bound of the shape.
         num_actual_reqs, num_actual_tokens: real sizes, under graphs too (vLLM's ``num_actual_tokens`` is padded there).
         max_seq_len: upper bound of ``seq_lens``; ``max_model_len`` during a graph capture.
-        input_ids, positions: (T,).
-        query_start_loc, query_start_loc_cpu: (R + 1,).
-        seq_lens, num_computed_tokens, is_prefilling: (R,).
-        block_tables: G tensors (R, max_blocks of the group).
-        slot_mappings: G tensors (T,).
-        seq_len_bound: upper bounds of ``seq_lens`` on the host.
+        input_ids, positions: (T,). query_start_loc, query_start_loc_cpu: (R + 1,).
+        seq_lens, num_computed_tokens, is_prefilling: (R,). seq_len_bound: upper bounds of ``seq_lens`` on the host.
+        block_tables, slot_mappings: G tensors, (R, max_blocks of the group) and (T,).
         generation: ``generation`` of the buffers at staging; if the buffers have another one, the views are stale.
     """
 

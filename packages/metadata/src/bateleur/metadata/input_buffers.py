@@ -124,7 +124,6 @@ class InputBuffers:
         }
 
     def _allocate(self, field: Field) -> tuple[Tensor, ...]:
-        """Return the zeroed arrays of a field at full size: one, or one per KV-cache group."""
         extent = field.leading_dim.size(self.limits.max_num_reqs, self.limits.max_num_tokens)
         shapes: list[tuple[int, ...]] = [(extent,)] * (len(self.groups) if field.per_group else 1)
         if field.leading_dim is LeadingDim.REQS_BY_BLOCKS:

@@ -35,7 +35,6 @@ def _define(
     triton: str | None = None,
     name: str | None = None,
 ) -> F:
-    """Define an operator of ``torch.ops.bateleur``. triton: name of its CUDA form."""
     forms = Implementations(form, triton=triton and f"bateleur.metadata.kernels.cuda_ops:{triton}")
     return define_op(_library, form, forms, mutates=mutates, fake=fake, name=name)
 

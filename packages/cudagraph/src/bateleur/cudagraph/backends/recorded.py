@@ -31,8 +31,6 @@ BLOCK_BYTES = 512
 
 
 class _Range(NamedTuple):
-    """Bytes first .. last - 1 of one segment."""
-
     segment: int
     first: int
     last: int
@@ -204,7 +202,6 @@ class OperatorRecorder(CaptureTracker):
             poison_storage_(self._shared_storage(tracked), tracked.dtype)
 
     def _undo(self) -> None:
-        """End the recording of the piece, and restore external memory and random generators."""
         self.open = False
         for tracked, saved in self._saved.items():
             storage = tracked.ref()

@@ -58,16 +58,8 @@ def get_backend(
 ) -> AttentionBackend:
     """Return the backend ``name``; ``auto`` selects the first one that supports the configuration.
 
-    Args:
-        name: ``auto`` or one of :func:`backend_names`.
-        device, dtype: device and dtype of queries and KV caches.
-        kv_dtype: dtype of KV caches, if it is another than ``dtype``.
-        head_dim: size of one head.
-        sliding_window: window size in tokens; None for none.
-        sinks: whether layers have attention sinks.
-
-    Raises:
-        ValueError: the name is unknown, or the backend does not support the configuration; the message says why.
+    ``name`` is ``auto`` or one of :func:`backend_names`. ``dtype`` is that of queries, and of KV caches without a
+    ``kv_dtype``. ``sliding_window`` is in tokens. ValueError says why a backend does not support the configuration.
     """
     if name != "auto" and name not in _PATHS:
         raise ValueError(f"name={name!r}: unknown attention backend; use auto, {', '.join(backend_names())}")

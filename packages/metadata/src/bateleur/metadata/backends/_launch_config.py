@@ -25,10 +25,8 @@ class Launch:
 
     Attributes:
         least, most: the launch handles requests of ``least`` to ``most`` tokens; ``most`` 0 means no limit.
-        block_m: M, lines of a tile.
-        min_keys: fewest keys of a KV split.
-        num_items: items (one query tile with one KV split each), padding included. At least one item is padding.
-        first_item: index of its first item in the list.
+        block_m, min_keys: M, lines of a tile, and fewest keys of a KV split.
+        num_items, first_item: items (one query tile with one KV split each); at least one is padding.
         first_line: index of its first line among the partial outputs of all launches.
         options: tile sizes and launch options of the kernel.
     """
@@ -52,12 +50,10 @@ class WorkShape:
 
     Attributes:
         group: query heads of a key head.
-        window: sliding window in keys, 0 for none.
         block_n: N, keys of a loop iteration; the largest of all launches, a multiple of each.
         splits: number of splits that hold all keys of a launch, approximately.
         launches: one launch, or one for short and one for long queries.
-        num_items: items of all launches, padding included.
-        num_lines: lines of partial outputs of all launches.
+        num_items, num_lines: items, and lines of partial outputs, of all launches.
         unsplit_keys: requests with at most this many keys are not split.
         join_grid: joins, parts of a tile, key heads.
         work_sizes: integer arguments of the kernel that computes the list.

@@ -79,12 +79,10 @@ def paged_attention(
 
 
 def _by_heads(x: Tensor) -> bool:
-    """Return whether the heads of each token are contiguous in (T, H, D)."""
     return x.stride(2) == 1 and x.stride(1) == x.shape[2]
 
 
 def _stored(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> bool:
-    """Return whether the C functions support the dtypes of queries and caches."""
     return q.dtype in _SUFFIX and k_cache.dtype == v_cache.dtype and k_cache.dtype in _CACHES
 
 

@@ -124,7 +124,6 @@ def attention_work(
 
 
 def check_slots(k: Tensor, v: Tensor, slot_mapping: Tensor) -> None:
-    """Raise ValueError if keys, values and slots differ in number."""
     if slot_mapping.shape[0] != k.shape[0] or k.shape != v.shape:
         raise ValueError(
             f"slot_mapping: has {slot_mapping.shape[0]} slots for keys {tuple(k.shape)} and values {tuple(v.shape)}"
@@ -135,7 +134,6 @@ def check_sizes(
     q: Tensor, k_cache: Tensor, block_table: Tensor, seq_lens: Tensor,
     num_decodes: int, max_seq_len: int, sinks: Tensor | None,
 ) -> None:  # fmt: skip
-    """Raise ValueError if arguments of :func:`paged_attention` do not fit each other."""
     if sinks is not None and (sinks.shape != q.shape[1:2] or sinks.dtype != torch.float32):
         raise ValueError(
             f"sinks: has shape {tuple(sinks.shape)} and dtype {sinks.dtype}; must be ({q.shape[1]},) of float32"

@@ -22,9 +22,7 @@ class PagedAttentionMetadata:
     """Metadata of one KV-cache group, for a batch with R rows (requests) and T tokens.
 
     Attributes:
-        query_start_loc: (R + 1,) int32.
-        seq_lens: (R,) int32.
-        block_table: (R, max_blocks) int32.
+        query_start_loc, seq_lens, block_table: (R + 1,), (R,) and (R, max_blocks) int32.
         slot_mapping: (T,) int64, -1 for tokens that are not stored.
         num_decodes: number of leading rows with one token each, so that row ``r`` has token ``r``; padded rows without
             a token may be included.

@@ -61,9 +61,7 @@ class FlashInferMetadata(PagedAttentionMetadata):
     """Paged-attention metadata, and exact lengths of the R requests on the host for planning.
 
     Attributes:
-        group: KV-cache group.
-        key_lens: (R,) int32 on the host, exact number of keys of each request.
-        query_starts: (R + 1,) int32 on the host, first token of each request, and the token count.
+        key_lens, query_starts: on the host, int32: (R,) keys of each request, (R + 1,) its first token.
         shape: shape of the graphs that may replay the batch; None if it runs eagerly.
         for_capture: the batch was staged for a graph capture or its warm-up, so it has the most tokens of its shape.
     """
@@ -282,7 +280,6 @@ class FlashInferBuilder(PagedAttentionBuilder):
         return self._plans.addresses(self._owner)
 
     def _shape(self, common: CommonAttentionMetadata, group: int) -> GraphShape | None:
-        """Return the graph shape of a batch if all requests have ``max_query_len`` tokens, else None."""
         longest = common.max_query_len
         full = common.num_tokens == common.num_reqs * longest
         equal = common.num_actual_tokens == common.num_actual_reqs * longest

@@ -84,7 +84,6 @@ def _kernel() -> Any:
 
 
 def _active_flash_attention() -> str | None:
-    """Return the name of the FlashAttention version that the caller activated, if any."""
     current = getattr(torch.nn.attention, "current_flash_attention_impl", None)
     name: str | None = None if current is None else current()
     return name

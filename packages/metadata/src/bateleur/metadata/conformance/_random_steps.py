@@ -34,7 +34,6 @@ class Step:
 
     @property
     def shape(self) -> BatchShape:
-        """Sizes of the step, padded to the sizes of its graph key."""
         lens, key = self.rows.query_lens, self.key
         num_reqs, num_tokens = len(lens), int(lens.sum())
         if key is None:
@@ -63,8 +62,6 @@ def keys_of(support: GraphSupport, limits: BatchLimits, query_lens: Sequence[int
 
 
 class StepMaker:
-    """Generates random steps within limits, with a fixed seed."""
-
     def __init__(self, limits: BatchLimits, groups: Sequence[KVCacheGroup]) -> None:
         self._limits, self._groups = limits, groups
         self._rng = np.random.default_rng(0)
@@ -80,7 +77,6 @@ class StepMaker:
         return steps
 
     def rows(self, query_lens: I32Array, num_computed: I32Array, is_prefilling: BoolArray) -> StepRows:
-        """Return requests with these lengths, each with blocks of its own in every KV-cache group."""
         num_reqs = len(query_lens)
         return StepRows(
             query_lens=query_lens,

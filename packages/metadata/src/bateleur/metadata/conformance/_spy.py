@@ -47,7 +47,6 @@ class SpyBatch(_Spy, CommonAttentionMetadata):
         object.__setattr__(self, "seq_len_bound", _SpyBound(batch.seq_len_bound, note))
 
     def unpadded(self) -> CommonAttentionMetadata:
-        """Return a spy of the batch, sliced to its real requests and tokens. Slicing does not count as a read."""
         return SpyBatch(self._original.unpadded(), self._note)
 
 
@@ -84,11 +83,9 @@ class NoSync(TorchDispatchMode):
         self._host_reads.__exit__(*error)
 
     def reaches(self, values: Any) -> bool:
-        """Return whether a tensor among ``values`` holds device values."""
         return any(each.untyped_storage().data_ptr() in self._storages for each in _tensors(values))
 
     def spread(self, values: Any) -> None:
-        """Mark all tensors among ``values``, lists included, as device values."""
         self._storages |= {each.untyped_storage().data_ptr(): each.untyped_storage() for each in _tensors(values)}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -67,9 +67,7 @@ def check_backend(
     ``needs_finite_cache``, large numbers of either sign replace NaN.
 
     Args:
-        device, dtype: device and dtype of queries and KV caches.
-        kv_dtype: dtype of KV caches, if it is another than ``dtype``. Each head of keys and of values then has its own
-            scale.
+        kv_dtype: dtype of KV caches, if it is another than ``dtype``. Each head then has scales of its own.
         heads: (query heads, key heads).
         head_dims, block_sizes, sliding_windows: all combinations are checked, without sinks and with them if the
             backend supports these; None is no window.
@@ -77,8 +75,7 @@ def check_backend(
 
     Raises:
         ConformanceError: lists every violation, by letter. A: memory that must not be read changes a real row, or a
-            padded row is not zero. N: a result differs from the reference. W: keys or values were stored in a wrong
-            slot.
+            padded row is not zero. N: a result differs from the reference. W: a key or value is in a wrong slot.
         ValueError: the backend supports none of the configurations.
     """
     violations: list[Violation] = []

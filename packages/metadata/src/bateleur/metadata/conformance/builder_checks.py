@@ -25,13 +25,8 @@ _HOST_VALUE = (int, float, str, np.generic)  # plain numbers, strings and bools
 
 @dataclass(frozen=True, slots=True)
 class BuilderReport:
-    """Result of :func:`check_builder`.
-
-    Attributes:
-        builder: type name of the builder.
-        keys: padded sizes that were captured and replayed.
-        num_builds: number of calls of ``build``.
-        read: fields that ``build`` read. Only kernels read the other fields in ``reads``.
+    """Result of :func:`check_builder`: padded sizes that were captured and replayed, and the fields that ``build``
+    read. Only kernels read the other fields in ``reads``.
     """
 
     builder: str
@@ -55,9 +50,7 @@ def check_builder(
     Args:
         builder: a builder that has built nothing yet.
         limits: limits of the batches. Small, odd numbers detect the most violations.
-        groups: KV-cache groups of the batches; default is one with blocks of 4 tokens.
-        group: KV-cache group to build for.
-        device: device of the device fields.
+        groups, group: KV-cache groups of the batches, and the one to build for; default: one with blocks of 4 tokens.
         query_lens: query lengths of uniform batches with graphs: 1, and 1 + drafts.
         fresh: returns a new, equal builder; default is a deep copy.
 
@@ -67,7 +60,6 @@ def check_builder(
             mutable object. E: a captured host scalar does not cover a batch of its key. G: an undeclared field is
             read, or a call raised. L: the batch was written to. M: the host waits for the device, or a host value is
             missing from the signature.
-        ValueError: ``group`` is not one of the groups.
     """
     if groups is None:
         groups = (KVCacheGroup(4, -(-limits.max_model_len // 4)),)
@@ -256,7 +248,6 @@ def _changes(
 
 
 def _leaves(node: Any) -> Iterator[tuple[str, Any]]:
-    """Yield (path, value) of everything that is not a container. Objects of unknown types are values."""
     return ((path, each) for path, each in _walk(node) if _children(each) is None)
 
 
@@ -275,7 +266,6 @@ def _contents(meta: Any) -> dict[str, Any]:
 
 
 def _difference(found: Mapping[str, Any], expected: Mapping[str, Any]) -> str | None:
-    """Return the path of the first leaf that differs, or None."""
     for path in {**expected, **found}:
         if found.get(path) != expected.get(path):
             return path or "the metadata"
