@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from bateleur.eagle import Keys, Lanes, Role, bits
+from bateleur.eagle import HashedVocab, Keys, Role, bits
 
 sys.path.append(str(Path(__file__).parents[1] / "packages/eagle/tests"))
 from eagle_doubles.markov import chi_square
@@ -69,11 +69,11 @@ def int32(values: Tensor) -> Tensor:
 
 
 def of_hashed_ids(changes: list[int]) -> Scan:
-    """Lanes of one row whose hashed ids have these xor differences."""
+    """Token ids of one row whose hashed ids have these xor differences."""
 
     def of(some: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
         words = torch.cat((torch.tensor([BASE]), some ^ BASE))
-        found = bits(Keys(torch.full_like(rows, 5), rows), Role.TARGET, Lanes(int32(words)))
+        found = bits(Keys(torch.full_like(rows, 5), rows), Role.TARGET, HashedVocab(int32(words)))
         return found[:, :1], found[:, 1:]
 
     return Scan(torch.tensor(changes), of)
@@ -81,7 +81,7 @@ def of_hashed_ids(changes: list[int]) -> Scan:
 
 def of_vocabulary(size: int, top: int = TOP_BITS) -> Scan:
     """All pairs of token ids whose hashed ids differ only in the `top` bits."""
-    below = Lanes.of(size, CPU).words.long() & (1 << 32 - top) - 1
+    below = HashedVocab.of(size, CPU).hashes.long() & (1 << 32 - top) - 1
     order = below.argsort()
     pairs, apart = [], 1
     while len(same := (below[order[apart:]] == below[order[:-apart]]).nonzero().flatten()):

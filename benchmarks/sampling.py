@@ -31,7 +31,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bateleur.eagle import Keys, Lanes, SamplingMetadata, argmax, draw, sample
+from bateleur.eagle import HashedVocab, Keys, SamplingMetadata, argmax, draw, sample
 
 SAMPLINGS = {
     "greedy": (0.0, 0.0, 0, 1.0),
@@ -76,19 +76,19 @@ def microseconds(calls: dict[str, Callable[[int], object]], rounds: int, cuda: b
     return {name: statistics.median(values) for name, values in times.items()}
 
 
-def drawn(logits: Tensor, metadata: SamplingMetadata, names: list[Keys], lanes: Lanes, i: int) -> Tensor:
-    return sample(logits, metadata, names[i], lanes=lanes).token_ids
+def drawn(logits: Tensor, metadata: SamplingMetadata, names: list[Keys], vocab: HashedVocab, i: int) -> Tensor:
+    return sample(logits, metadata, names[i], vocab=vocab).token_ids
 
 
-def drawn_whole(logits: Tensor, metadata: SamplingMetadata, names: list[Keys], lanes: Lanes, i: int) -> Tensor:
-    return draw(metadata.apply(logits.float()), metadata.temperature, names[i], lanes=lanes).token_ids
+def drawn_whole(logits: Tensor, metadata: SamplingMetadata, names: list[Keys], vocab: HashedVocab, i: int) -> Tensor:
+    return draw(metadata.apply(logits.float()), metadata.temperature, names[i], vocab=vocab).token_ids
 
 
 def measure(kind: str, dtype: str, num_rows: int, size: int, options: argparse.Namespace) -> list[dict[str, Any]]:
     """The rows of one shape."""
     device = options.device
     logits = logits_of(kind, num_rows, size).to(device, getattr(torch, dtype))
-    lanes = Lanes.of(size, logits.device)
+    vocab = HashedVocab.of(size, logits.device)
     names = [
         Keys(torch.arange(num_rows, device=device), torch.full((num_rows,), i, device=device))
         for i in range(options.rounds)
@@ -99,10 +99,10 @@ def measure(kind: str, dtype: str, num_rows: int, size: int, options: argparse.N
         "ours": lambda i: argmax(logits),
     }
     for name, metadata in laws.items():
-        calls[name] = partial(drawn, logits, metadata, names, lanes)
+        calls[name] = partial(drawn, logits, metadata, names, vocab)
         if options.whole:
-            calls[f"{name} (whole)"] = partial(drawn_whole, logits, metadata, names, lanes)
-        if not torch.equal(drawn(logits, metadata, names, lanes, 0), drawn_whole(logits, metadata, names, lanes, 0)):
+            calls[f"{name} (whole)"] = partial(drawn_whole, logits, metadata, names, vocab)
+        if not torch.equal(drawn(logits, metadata, names, vocab, 0), drawn_whole(logits, metadata, names, vocab, 0)):
             raise SystemExit(f"{kind} {dtype} {num_rows} x {size}, {name}: not the tokens of the whole law")
     us = microseconds(calls, options.rounds, device != "cpu")
     print(f"{kind:<7}{dtype:<9}{num_rows:>4}{size:>8}{us['argmax']:>10.0f} us  " + "  ".join(

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor
 
-from bateleur.eagle import Keys, Lanes, Role, gumbel
+from bateleur.eagle import HashedVocab, Keys, Role, gumbel
 from bateleur.runner import LLM
 
 ROOT = Path(__file__).parents[1]
@@ -320,8 +320,8 @@ def test_measured_acceptance_is_that_of_chains_fed_with_their_own_drafts(opened:
     w = {name: p.detach() for name, p in head.state_dict().items()}
     for index in (0, 1):
         ids, prompt_len, heat = (text.sequence(index), int(text.prompt_len[index]), float(text.temperature[index]))
-        lanes, seed = Lanes.of(target_ids, torch.device("cpu")), int(text.seed[index])
-        got = accepted_drafts(head, target, ids, prompt_len, 4, heat, seed, lanes, target_ids)
+        vocab, seed = HashedVocab.of(target_ids, torch.device("cpu")), int(text.seed[index])
+        got = accepted_drafts(head, target, ids, prompt_len, 4, heat, seed, vocab, target_ids)
         taps = torch.from_numpy(_taps(target, ids)).float()
         for place in range(0, 12, 3):
             end = prompt_len + place + 1
@@ -332,7 +332,7 @@ def test_measured_acceptance_is_that_of_chains_fed_with_their_own_drafts(opened:
                 logits = norm(state, w["norm.weight"]) @ w["lm_head.weight"].T
                 if heat:
                     keys = Keys(torch.tensor([seed]), torch.tensor([end + step]))
-                    logits = logits / heat + gumbel(keys, Role.TARGET, lanes)[0]
+                    logits = logits / heat + gumbel(keys, Role.TARGET, vocab)[0]
                 drafts.append(int(target_ids[logits.argmax()]))
             equal = np.array(drafts[end:]) == ids[end : end + 4]
             assert got[place] == np.cumprod(equal).sum(), (index, place)

@@ -294,7 +294,7 @@ def test_no_request_is_the_first_to_launch_a_form_of_a_draw(
     monkeypatch.setattr(verifies, "COUPLED", Implementations(verified))
     monkeypatch.setattr(samples, "SAMPLE", Implementations(sampled))
     # One kernel on CUDA.
-    monkeypatch.setattr(verifies, "sample", lambda *args, lanes: alone(*args, Role.TARGET, lanes))
+    monkeypatch.setattr(verifies, "sample", lambda *args, vocab: alone(*args, Role.TARGET, vocab))
     llm = cuda.make(**DRAFTS, **mode)
     before = launched.copy()
     launched.clear()

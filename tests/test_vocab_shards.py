@@ -17,7 +17,7 @@ from bateleur.eagle import (
     DraftContext,
     Drafts,
     EagleSpeculator,
-    Lanes,
+    HashedVocab,
     Logits,
     OneHot,
     Rows,
@@ -46,7 +46,7 @@ def drawn(*row: float) -> Callable[[Tensor, VocabShard], object]:
     """Sample with these parameters."""
     temperature, min_p, top_k, top_p = row
     metadata = metadata_of(*[(temperature, min_p, top_k, top_p)] * N)
-    return lambda own, shard: sample(own, metadata, keys_of(N), lanes=Lanes.of(shard, CPU))
+    return lambda own, shard: sample(own, metadata, keys_of(N), vocab=HashedVocab.of(shard, CPU))
 
 
 def verified(rule: Rule, kind: str) -> Callable[[Tensor, VocabShard], object]:
@@ -60,7 +60,7 @@ def verified(rule: Rule, kind: str) -> Callable[[Tensor, VocabShard], object]:
             "whole": Logits(whole),
             "parts": Logits(whole[:, :, shard.first : shard.end], shard=shard),
         }[kind]
-        return verify(own, Drafts(DRAFTS, of), ROWS, rule=rule, lanes=Lanes.of(shard, CPU))
+        return verify(own, Drafts(DRAFTS, of), ROWS, rule=rule, vocab=HashedVocab.of(shard, CPU))
 
     return run
 

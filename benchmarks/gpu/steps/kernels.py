@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bateleur.eagle import Lanes, sample
+from bateleur.eagle import HashedVocab, sample
 from bateleur.runner.models.grouped import grouped_product
 from bateleur.runner.models.quantized import Layout, QuantizedMatrix, Scheme
 from bateleur.runner.models.quantized_product import product
@@ -166,11 +166,11 @@ def sampling(job: Job) -> None:
 
 def sampling_times(job: Job, name: str, rows: int, size: int) -> None:
     """Record the times of all laws."""
-    logits, lanes = torch.randn(rows, size, device=job.device) * 3, Lanes.of(size, job.device)
+    logits, vocab = torch.randn(rows, size, device=job.device) * 3, HashedVocab.of(size, job.device)
     keys, times = keys_of(rows, job.device), {}
     for law, values in LAWS.items():
         made = law_of(values, rows, job.device)
-        times[law] = job.microseconds(partial(sample, logits, made, keys, lanes=lanes), seconds=0.05)
+        times[law] = job.microseconds(partial(sample, logits, made, keys, vocab=vocab), seconds=0.05)
     times["torch argmax"] = job.microseconds(lambda: logits.argmax(-1), seconds=0.05)
     times["torch sort"] = job.microseconds(lambda: logits.sort(-1), seconds=0.05)
     job.moved(name, times["T 0.8"], logits.nbytes, us_by_law={law: round(us, 1) for law, us in times.items()})

@@ -9,7 +9,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bateleur.eagle import Drafts, Keys, Lanes, OneHot, Penalties, Rows, SamplingMetadata, argmax, draw, sample, verify
+from bateleur.eagle import (
+    Drafts,
+    HashedVocab,
+    Keys,
+    OneHot,
+    Penalties,
+    Rows,
+    SamplingMetadata,
+    argmax,
+    draw,
+    sample,
+    verify,
+)
 
 from ..job import CompileWatch, Job
 
@@ -81,8 +93,8 @@ def compare(job: Job, name: str, logits: Tensor, values: tuple[float, float, int
         more = {"penalties": penalties_of(rows, size, device)} if penalised else {}
         return law_of(values, rows, device, **more)
 
-    lanes = Lanes.of(size, job.device)
-    got = sample(logits.to(job.device), law_on(job.device), keys_of(rows, job.device), lanes=lanes)
+    vocab = HashedVocab.of(size, job.device)
+    got = sample(logits.to(job.device), law_on(job.device), keys_of(rows, job.device), vocab=vocab)
     law = law_on(CPU)
     whole = law.apply(logits)
     want = argmax(whole) if law.greedy else draw(whole, law.temperature, keys_of(rows, CPU))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from bateleur.eagle import Keys, Lanes, Penalties, Role, SamplingMetadata
+from bateleur.eagle import HashedVocab, Keys, Penalties, Role, SamplingMetadata
 from bateleur.eagle.buffers import DraftBuffers
 from bateleur.eagle.rules import Coupled, Drafts, Rows
 from bateleur.metadata import BatchLimits, BatchShape, InputBuffers, KVCacheGroup, StepRows
@@ -70,8 +70,8 @@ def test_a_draw_from_a_law_that_truncates(size: int, dtype: torch.dtype, kind: i
         for num in (64, 1):
             keys = Keys(on_cuda(num, dtype=torch.int64), on_cuda(num, dtype=torch.int64))
             metadata = metadata_of(num, TRUNCATED, penalties_of(num, size, kind))
-            logits, lanes = on_cuda(num, size, dtype=dtype), Lanes(on_cuda(size, dtype=torch.int32), True)
-            rejection_sampler.sample(logits, metadata, keys, Role.TARGET, lanes)
+            logits, vocab = on_cuda(num, size, dtype=dtype), HashedVocab(on_cuda(size, dtype=torch.int32), True)
+            rejection_sampler.sample(logits, metadata, keys, Role.TARGET, vocab)
     kernels = check(found, {*TRUNCATION, "draw_kernel", "emit_kernel"}, record_property, f"{size} {dtype} {kind}")
     names = [launch.kernel.name for launch in found.launches]
     assert names == 2 * [*TRUNCATION, "draw_kernel", "emit_kernel"]
@@ -81,8 +81,8 @@ def test_a_draw_from_a_law_that_truncates(size: int, dtype: torch.dtype, kind: i
     # exp and log1p of CUDA, as torch takes them there: `tl.exp` rounds no multiplication down, and a Gumbel variate
     # without log1p takes two logarithms.
     assert "fma.rm" in kernels["collect_kernel"].ptx
-    lanes_of_a_thread = kernels["draw_kernel"].options["BLOCK"] // 32
-    assert kernels["draw_kernel"].ptx.count("lg2.approx") <= lanes_of_a_thread
+    values_of_a_thread = kernels["draw_kernel"].options["BLOCK"] // 32
+    assert kernels["draw_kernel"].ptx.count("lg2.approx") <= values_of_a_thread
     assert kernels["draw_kernel"].instructions["barriers"] == 0, "one warp needs no barrier"
     assert kernels["stats_kernel"].instructions["wide loads"] >= 2
 
@@ -114,9 +114,9 @@ def test_verification_of_four_drafts(
         rows = Rows(on_cuda(num_reqs + 1, dtype=torch.int32), seeds, first, on_cuda(num_reqs))
         drafts = Drafts(on_cuda(num_reqs, 4, dtype=torch.int64), Coupled())
         metadata = None if row is None else metadata_of(num, row, penalties_of(num, size, kind))
-        lanes = Lanes(on_cuda(size, dtype=torch.int32), True)
+        vocab = HashedVocab(on_cuda(size, dtype=torch.int32), True)
         rejection_sampler.coupled(
-            on_cuda(num, size, dtype=dtype), drafts, rows, lanes, greedy=greedy, metadata=metadata
+            on_cuda(num, size, dtype=dtype), drafts, rows, vocab, greedy=greedy, metadata=metadata
         )
     truncates = TRUNCATION if row == TRUNCATED else ()
     kernels = check(found, {*truncates, "draw_kernel", "emit_kernel"}, record_property, f"{size} {dtype} {kind}")
@@ -136,7 +136,7 @@ def test_a_part_of_a_vocabulary(size: int, truncates: bool, record_property: Rec
         kept = (least, last) if truncates else (None, None)
         words = on_cuda(size, dtype=torch.int32)
         vocab_shard.perturbed_max_rows(
-            on_cuda(num, size, dtype=torch.bfloat16), on_cuda(num, 4), *kept, words, order, order
+            on_cuda(num, size, dtype=torch.bfloat16), on_cuda(num, 4), words, order, order, *kept
         )
     check(found, {"histogram_kernel", "last_tie_kernel", "draw_kernel"}, record_property, f"part of {size}")
 

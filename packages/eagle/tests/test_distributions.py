@@ -15,7 +15,7 @@ from bateleur.eagle import (
     DraftContext,
     DraftGraphs,
     EagleSpeculator,
-    Lanes,
+    HashedVocab,
     Logits,
     Rule,
     SamplingDrafter,
@@ -99,7 +99,7 @@ def test_what_is_kept_is_what_drafts_were_drawn_from(
     engine = engine_of(rule, mode, fuse=fuse, ids=ids)
     drafter, table = engine.drafter, torch.arange(3)
     assert isinstance(drafter, EagleSpeculator)
-    lanes = Lanes.of(19 if ids is None else torch.tensor(ids), torch.device("cpu"))
+    vocab = HashedVocab.of(19 if ids is None else torch.tensor(ids), torch.device("cpu"))
     for work, asked in SCHEDULE:
         before = drafter.distribution(table)
         proposal = engine.step(work, asked)
@@ -119,7 +119,7 @@ def test_what_is_kept_is_what_drafts_were_drawn_from(
             positions = request.computed + 1 + torch.arange(num)
             heat, seeds = torch.full((num,), request.temperature), torch.full((num,), request.seed)
             lane = draw_draft(
-                kept, heat, seeds, positions, rule=rule, draft_index=torch.arange(num), lanes=lanes
+                kept, heat, seeds, positions, rule=rule, draft_index=torch.arange(num), vocab=vocab
             ).token_ids
             if request.temperature:
                 assert drafts[:num] == (lane if ids is None else torch.tensor(ids)[lane]).tolist()

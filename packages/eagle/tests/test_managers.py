@@ -126,19 +126,19 @@ def test_first_passes_are_captured_largest_first() -> None:
 
 
 def test_e5_metadata_that_no_graph_may_hold_leaves_the_chain_eager() -> None:
-    never = DecodeEagleCudaGraphManager.plan_for(ROWS, 8, (), GraphSupport.NEVER)
+    never = DecodeEagleCudaGraphManager.plan_for(ROWS, 8, None, GraphSupport.NEVER)
     assert never.keys == ()
     assert never.dispatch(DecodeEagleCudaGraphManager.ask(3, None)).descriptor is None
 
 
 def test_c7_sizes_are_rows_of_one_token_cut_at_the_limit() -> None:
-    plan = DecodeEagleCudaGraphManager.plan_for((1, 3, 64), 6, (2, 4), GraphSupport.ALWAYS)
+    plan = DecodeEagleCudaGraphManager.plan_for((1, 3, 64), 6, 4, GraphSupport.ALWAYS)
     assert sorted({(key.num_reqs, key.num_tokens, key.max_query_len) for key in plan.keys}) == [
         (1, 1, 1),
         (3, 3, 1),
         (6, 6, 1),
     ]
-    assert {key.variant for key in plan.keys} == {(2,), (4,)}
+    assert {key.variant for key in plan.keys} == {(4,)}
     assert all(key.mode is CudaGraphMode.FULL for key in plan.keys)
 
 

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bateleur.eagle import Keys, Lanes, Role, bits, gumbel, noise, uniform
+from bateleur.eagle import HashedVocab, Keys, Role, bits, gumbel, noise, uniform
 
 M32, M64 = (1 << 32) - 1, (1 << 64) - 1
 
@@ -96,18 +96,18 @@ def test_a_reduced_vocabulary_shares_the_noise_of_its_ids() -> None:
     k = keys([3, -9], [10, 11])
     ids = torch.tensor([90, 4, 4, 17], dtype=torch.int32)
     assert torch.equal(gumbel(k, Role.DRAFT, ids), gumbel(k, Role.DRAFT, 100)[:, ids.long()])
-    assert torch.equal(gumbel(k, Role.DRAFT, Lanes.of(100, torch.device("cpu"))), gumbel(k, Role.DRAFT, 100))
+    assert torch.equal(gumbel(k, Role.DRAFT, HashedVocab.of(100, torch.device("cpu"))), gumbel(k, Role.DRAFT, 100))
 
 
 def test_inputs_are_left_alone() -> None:
     k = Keys(torch.tensor([5]), torch.tensor([6]), torch.tensor([7]))
-    ids, lanes = torch.arange(9, dtype=torch.int32), Lanes.of(9, torch.device("cpu"))
-    words = lanes.words.clone()
+    ids, vocab = torch.arange(9, dtype=torch.int32), HashedVocab.of(9, torch.device("cpu"))
+    words = vocab.hashes.clone()
     gumbel(k, Role.ACCEPT, ids)
-    gumbel(k, Role.ACCEPT, lanes)
+    gumbel(k, Role.ACCEPT, vocab)
     assert (k.seed.item(), k.position.item(), k.draft_index) == (5, 6, torch.tensor([7]))
     assert torch.equal(ids, torch.arange(9, dtype=torch.int32))
-    assert torch.equal(lanes.words, words)
+    assert torch.equal(vocab.hashes, words)
 
 
 def test_uniform_is_uniform() -> None:
@@ -168,8 +168,8 @@ def test_names_are_injective_on_a_grid() -> None:
         rows.append(high.long() << 32 | (low.long() & M32))
     words = torch.cat(rows).flatten()
     assert words.unique().numel() == words.numel() == 6 * 4 * 3 * 3
-    lanes = bits(keys([1], [1]), Role.TARGET, 200_000)
-    assert lanes.unique().numel() == 200_000
+    vocab = bits(keys([1], [1]), Role.TARGET, 200_000)
+    assert vocab.unique().numel() == 200_000
 
 
 def test_gumbel_is_finite_for_every_bit_pattern_at_the_ends() -> None:
@@ -191,7 +191,7 @@ def test_gumbel_is_finite_for_every_bit_pattern_at_the_ends() -> None:
         (lambda: Keys(torch.zeros(2, dtype=torch.int64), torch.zeros(3, dtype=torch.int64)), "position"),
         (lambda: keys([1], [1], draft_index=-1), r"draft_index=-1 must be in \[0, 2\^24\)"),
         (lambda: keys([1], [1], draft_index=2**24), "draft_index=16777216"),
-        (lambda: gumbel(keys([1], [1]), Role.TARGET, 0), "lanes=0 must be at least 1"),
+        (lambda: gumbel(keys([1], [1]), Role.TARGET, 0), "vocab=0 must be at least 1"),
     ],
 )
 def test_bad_input(make: object, match: str) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from bateleur.eagle import Keys, Lanes, Role, uniform
+from bateleur.eagle import HashedVocab, Keys, Role, uniform
 from eagle_doubles.markov import chi_square
 
 ROWS = 200_000
@@ -34,7 +34,7 @@ def of_hashed_ids(changes: list[int]) -> Tensor:
     """(N, 1 + D) numbers of a lane and of those whose hashed ids differ from its own so."""
     words = torch.tensor([BASE ^ change for change in (0, *changes)]).to(torch.uint32).view(torch.int32)
     rows = torch.arange(ROWS)
-    return uniform(Keys(torch.full_like(rows, 5), rows), Role.TARGET, Lanes(words))
+    return uniform(Keys(torch.full_like(rows, 5), rows), Role.TARGET, HashedVocab(words))
 
 
 @pytest.mark.parametrize("start", range(0, 32, 4))
@@ -46,7 +46,7 @@ def test_lanes_whose_hashed_ids_differ_in_one_or_two_bits(start: int) -> None:
 
 @pytest.mark.parametrize(("size", "count"), [(50_257, 1), (128_256, 3), (151_936, 6), (262_144, 10)])
 def test_tokens_of_real_vocabularies_whose_hashed_ids_differ_in_the_top_bit(size: int, count: int) -> None:
-    low, ids = (Lanes.of(size, torch.device("cpu")).words & 0x7FFFFFFF).sort()
+    low, ids = (HashedVocab.of(size, torch.device("cpu")).hashes & 0x7FFFFFFF).sort()
     at = (low[1:] == low[:-1]).nonzero().flatten()
     assert len(at) == count
     rows = torch.arange(ROWS)

@@ -11,8 +11,8 @@ import torch
 from bateleur.eagle import (
     Coupled,
     Drafts,
+    HashedVocab,
     Keys,
-    Lanes,
     Role,
     Rows,
     SamplingMetadata,
@@ -79,7 +79,7 @@ def test_rows_are_decided_by_few_tokens() -> None:
     """Else all of this would hold with `SamplingMetadata.apply` alone."""
     laws = [each for each in SAMPLINGS if each[2] <= 50 and not 0 < 1 - each[3] < 1e-3]
     metadata, logits = metadata_of(*laws), likely(len(laws), 32_768)
-    keys, words = keys_of(len(laws)), Lanes.of(32_768, CPU).words
+    keys, words = keys_of(len(laws)), HashedVocab.of(32_768, CPU).hashes
     tokens, _ = native.draw_rows(logits, metadata.values, words, keys.seed, names(keys, Role.TARGET))
     assert (tokens >= 0).all()
 
@@ -87,9 +87,9 @@ def test_rows_are_decided_by_few_tokens() -> None:
 def test_ids_of_a_reduced_vocabulary_keep_their_noise() -> None:
     ids = torch.arange(0, 40_000, 4)
     metadata, keys = metadata_of(*[(1.0, 0, 0, 1.0), (1.0, 0, 20, 1.0)] * 4), keys_of(8)
-    logits, lanes = likely(8, len(ids)), Lanes.of(ids, CPU)
-    got = sample(logits, metadata, keys, lanes=lanes)
-    assert torch.equal(got.token_ids, draw(metadata.apply(logits), metadata.temperature, keys, lanes=lanes).token_ids)
+    logits, vocab = likely(8, len(ids)), HashedVocab.of(ids, CPU)
+    got = sample(logits, metadata, keys, vocab=vocab)
+    assert torch.equal(got.token_ids, draw(metadata.apply(logits), metadata.temperature, keys, vocab=vocab).token_ids)
 
 
 def test_first_maxima_of_wide_rows() -> None:

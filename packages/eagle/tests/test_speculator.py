@@ -11,16 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from bateleur.cudagraph import (
-    CudagraphDispatcher,
-    CudaGraphMode,
-    DispatchReason,
-    RankStep,
-    RecordedBackend,
-    ReplayChecks,
-    UnpaddedBatch,
-    dispatch_jointly,
-)
+from bateleur.cudagraph import CudagraphDispatcher, CudaGraphMode, DispatchReason, RecordedBackend, ReplayChecks
 from bateleur.cudagraph import get_backend as get_graph_backend
 from bateleur.eagle.borrow import BorrowError
 from bateleur.eagle.cache import DraftCache
@@ -105,8 +96,8 @@ def num_builds(engine: GraphEngine) -> int:
     return engine.drafter.steps.generation + engine.drafter.draft_prefill_builds
 
 
-def recorded(fuse: bool = True, **options: Any) -> DraftGraphs:
-    return DraftGraphs(RecordedBackend(), (1, 2, 4), fuse=fuse, checks=ReplayChecks.PARANOID, **options)
+def recorded(fuse: bool = True) -> DraftGraphs:
+    return DraftGraphs(RecordedBackend(), (1, 2, 4), fuse=fuse, checks=ReplayChecks.PARANOID)
 
 
 def assert_caches_are_exact(engine: GraphEngine, request: ToyRequest) -> None:
@@ -506,13 +497,12 @@ def test_a_gpu_proposes_what_the_cpu_does(mode: str | None) -> None:
 
 
 def test_fewer_drafts_than_a_graphs_chain_use_it_and_are_cut() -> None:
-    for chains, expected in (((), {(K,)}), ((2,), {(2,), (K,)})):
-        engine = make(graphs=recorded(chains=chains), mode="FULL_DECODE_ONLY")
-        assert engine.drafter is not None
-        assert engine.drafter.decode is not None
-        assert {key.variant for key in engine.drafter.decode.ready} == expected
-        run(engine, (({0: 5}, 2), ({1: 5}, 1), ({0: 3, 1: 2}, 2), ({0: 3, 1: 3}, None)))
-        assert engine.drafter.decisions.by_reason == {DispatchReason.DECODE: 3}
+    engine = make(graphs=recorded(), mode="FULL_DECODE_ONLY")
+    assert engine.drafter is not None
+    assert engine.drafter.decode is not None
+    assert {key.variant for key in engine.drafter.decode.ready} == {(K,)}
+    run(engine, (({0: 5}, 2), ({1: 5}, 1), ({0: 3, 1: 2}, 2), ({0: 3, 1: 3}, None)))
+    assert engine.drafter.decisions.by_reason == {DispatchReason.DECODE: 3}
 
 
 def test_one_draft_needs_no_chain() -> None:
@@ -551,42 +541,6 @@ def test_a_proposal_never_waits_for_the_device(mode: str | None) -> None:
     run(engine, SCHEDULE[:6], check=False)
 
 
-def test_ranks_agree_on_the_chains_graph() -> None:
-    """A rank with one row pads to the graph of the rank with three, and drafts the same."""
-
-    class TwoRanks:
-        def __init__(self, plan: CudagraphDispatcher) -> None:
-            self.plan = plan
-
-        def coordinate(self, mine: RankStep) -> Any:
-            assert mine.batch is not None
-            other = UnpaddedBatch(3, 3, 1, 1, True, mine.batch.variant)
-            return dispatch_jointly((mine, RankStep(other, mine.ready)), self.plan)
-
-    alone = make()
-    engine = make(graphs=recorded(coordinator=TwoRanks), mode="FULL_DECODE_ONLY")
-    for work in ({1: 5}, {1: 1 + K}):
-        assert torch.equal(alone.step(work), engine.step(work))
-    assert engine.drafter is not None
-    decisions = engine.drafter.decisions
-    assert decisions.by_reason == {DispatchReason.DECODE: 2}
-    assert (decisions.num_graph_tokens, decisions.num_pad_tokens) == (8, 6)
-
-
-def test_ranks_that_agree_on_no_graph_run_eagerly() -> None:
-    class Refuses:
-        def __init__(self, plan: CudagraphDispatcher) -> None:
-            self.plan = plan
-
-        def coordinate(self, mine: RankStep) -> Any:
-            return dispatch_jointly((mine, RankStep(mine.batch, ready=())), self.plan)
-
-    engine = make(graphs=recorded(coordinator=Refuses), mode="FULL_DECODE_ONLY")
-    run(engine, (({1: 5}, None), ({1: 1 + K}, None)))
-    assert engine.drafter is not None
-    assert engine.drafter.decisions.by_reason == {DispatchReason.NOT_CAPTURED: 2}
-
-
 # --- wiring -------------------------------------------------------------------------------------------------
 
 
@@ -618,7 +572,6 @@ def wired(**changes: Any) -> EagleSpeculator:
         ({"kv": paged_caches(2, 9, 4)}, "kv has 2 layers; the head has 1"),
         ({"kv": paged_caches(1, 9, 8)}, "blocks of 8 tokens; the group has 4"),
         ({"num_speculative_tokens": 0}, "num_speculative_tokens=0"),
-        ({"graphs": DraftGraphs(RecordedBackend(), (1,), chains=(4,))}, r"chains is \(4,\); a chain has 2 to 3"),
     ],
 )
 def test_c8_what_does_not_fit_together_is_refused(changes: dict[str, Any], text: str) -> None:

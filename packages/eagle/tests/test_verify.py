@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from bateleur.eagle import Keys, Lanes, Role, argmax, draw
+from bateleur.eagle import HashedVocab, Keys, Role, argmax, draw
 from bateleur.eagle.rejection_sampler import draw_draft, verify
 from bateleur.eagle.rules import (
     Coupled,
@@ -103,7 +103,7 @@ def test_a9_coupled_is_draw_row_by_row(requests: list[tuple[int, float]], paddin
     tokens = likely(logits, rows, K, seed)
     output = verify(logits, Drafts(tokens, Coupled()), rows)
     assert lists(output) == by_hand(logits, tokens, rows)
-    with_lanes = verify(logits, Drafts(tokens, OneHot()), rows, lanes=Lanes.of(V, logits.device))
+    with_lanes = verify(logits, Drafts(tokens, OneHot()), rows, vocab=HashedVocab.of(V, logits.device))
     assert lists(with_lanes) == lists(output)
 
 
@@ -288,7 +288,7 @@ def test_coupled_drafts_of_a_reduced_vocabulary_share_lanes() -> None:
     logits[1::2] = 0
     rows = rows_of([2] * num)
     lane = draw_draft(
-        reduced, rows.temperature, rows.seeds, rows.first_position, lanes=Lanes.of(ids, ids.device)
+        reduced, rows.temperature, rows.seeds, rows.first_position, vocab=HashedVocab.of(ids, ids.device)
     ).token_ids
     assert verify(logits, Drafts(ids[lane].unsqueeze(1), Coupled()), rows).num_emitted.eq(2).all()
     apart = draw_draft(reduced, rows.temperature, rows.seeds, rows.first_position).token_ids

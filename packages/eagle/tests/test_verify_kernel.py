@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from bateleur.eagle import Keys, Lanes, Penalties, Role, SamplingMetadata, draw, gumbel, uniform
+from bateleur.eagle import HashedVocab, Keys, Penalties, Role, SamplingMetadata, draw, gumbel, uniform
 from bateleur.eagle.draw import DRAW, SampledTokens
 from bateleur.eagle.rejection_sampler import COUPLED, verify
 from bateleur.eagle.rules import Coupled, Drafts, RejectionOutput, Rows
@@ -75,7 +75,7 @@ def test_same_ids_as_the_torch_form(size: int, num_drafts: int, device: torch.de
     want = COUPLED.torch(*problem(size, torch.device("cpu"), num_drafts, seed=size + num_drafts), None)
     assert want.bad.any()
     assert num_drafts == 0 or want.num_emitted.max() > 1
-    same(kernels.coupled(logits, drafts, rows, Lanes.of(size, device)), want)
+    same(kernels.coupled(logits, drafts, rows, HashedVocab.of(size, device)), want)
 
 
 @pytest.mark.parametrize(("block", "programs"), [(16, 1), (64, 10_000), (64, 40)])
@@ -125,7 +125,7 @@ def test_rows_may_be_apart_and_lanes_may_not(device: torch.device) -> None:
 @pytest.mark.parametrize("role", Role)
 @pytest.mark.parametrize("reduced", [False, True])
 def test_draws_have_the_noise_of_their_role_and_place(role: Role, reduced: bool, device: torch.device) -> None:
-    """As `draw` by torch on a CPU, with the lanes of a whole and of a reduced vocabulary."""
+    """As `draw` by torch on a CPU, of a whole and of a reduced vocabulary."""
     num_rows, size = 7, 300
     generator = torch.Generator().manual_seed(1)
     logits = torch.randn(num_rows, size, generator=generator)
@@ -136,8 +136,8 @@ def test_draws_have_the_noise_of_their_role_and_place(role: Role, reduced: bool,
     def drawn(where: torch.device, form: Callable[..., SampledTokens]) -> SampledTokens:
         row = torch.arange(num_rows, device=where)
         keys = Keys(row * 11, row + 5, (row % 3).to(where))
-        lanes = Lanes.of(ids.to(where) if isinstance(ids, torch.Tensor) else ids, where)
-        return form(logits.to(where), temperature.to(where), keys, role, lanes)
+        vocab = HashedVocab.of(ids.to(where) if isinstance(ids, torch.Tensor) else ids, where)
+        return form(logits.to(where), temperature.to(where), keys, role, vocab)
 
     mine, want = drawn(device, kernels.draw), drawn(torch.device("cpu"), DRAW.torch)
     assert mine.token_ids.tolist() == want.token_ids.tolist()
@@ -159,8 +159,8 @@ def test_a_law_at_every_place(device: torch.device, monkeypatch: pytest.MonkeyPa
     rows = replace(rows, temperature=metadata.temperature[rows.query_start_loc[:-1].long()])
     want = COUPLED.torch(metadata.apply(logits), drafts, rows, None)
     same(kernels.coupled(logits, drafts, rows, None, metadata=metadata), want)
-    keys, lanes = Keys(torch.arange(len(logits), device=device), kind_N.to(device)), Lanes.of(300, device)
-    mine, other = (form(logits, metadata, keys, Role.TARGET, lanes) for form in (kernels.sample, SAMPLE.torch))
+    keys, vocab = Keys(torch.arange(len(logits), device=device), kind_N.to(device)), HashedVocab.of(300, device)
+    mine, other = (form(logits, metadata, keys, Role.TARGET, vocab) for form in (kernels.sample, SAMPLE.torch))
     assert torch.equal(mine.token_ids, other.token_ids)
     assert torch.equal(mine.bad, other.bad)
     assert other.bad.any()
@@ -203,9 +203,9 @@ def test_penalties_are_of_the_same_launches(
     )
     same(kernels.coupled(logits, drafts, rows, None, metadata=metadata), want)
     same(COUPLED.torch(logits, drafts, rows, None, metadata=metadata), want)
-    keys, lanes = Keys(torch.arange(len(logits), device=device), owners.to(device)), Lanes.of(300, device)
+    keys, vocab = Keys(torch.arange(len(logits), device=device), owners.to(device)), HashedVocab.of(300, device)
     for mine, other in zip(
-        *(form(logits, metadata, keys, Role.TARGET, lanes) for form in (kernels.sample, SAMPLE.torch)), strict=True
+        *(form(logits, metadata, keys, Role.TARGET, vocab) for form in (kernels.sample, SAMPLE.torch)), strict=True
     ):
         assert torch.equal(mine, other)
 
@@ -243,7 +243,7 @@ def test_launches_of_a_draw(monkeypatch: pytest.MonkeyPatch, device: torch.devic
     """A step without drafts, on tensors as the sampler has them."""
     size, num = 300, 4
     keys = Keys(torch.arange(num, device=device), torch.arange(num, device=device))
-    lanes, logits = Lanes.of(size, device), torch.randn(num, size, device=device)
+    vocab, logits = HashedVocab.of(size, device), torch.randn(num, size, device=device)
     penalties = penalties_of(0, torch.arange(num) % 3, size, device)
     counted = Launches(monkeypatch)
 
@@ -252,7 +252,7 @@ def test_launches_of_a_draw(monkeypatch: pytest.MonkeyPatch, device: torch.devic
         metadata = SamplingMetadata(values.numpy(), values.to(device), penalties)
         counted.names.clear()
         with counted:
-            kernels.sample(logits, metadata, keys, Role.TARGET, lanes)
+            kernels.sample(logits, metadata, keys, Role.TARGET, vocab)
         return list(counted.names)
 
     plain, truncated = (0.8, -INF, 0, 1), (0.8, -3, 50, 0.9)
@@ -275,7 +275,7 @@ def test_noise_is_the_law_and_the_bound_is_above_it(device: torch.device) -> Non
     size, generator = 4096, torch.Generator().manual_seed(3)
     seeds = torch.randint(-(2**62), 2**62, (6,), generator=generator).to(device)
     position = torch.tensor([0, 1, 2**31, 2**32 - 1, 77, 5], device=device)
-    keys, words = Keys(seeds, position), Lanes.of(size, device).words.clone()
+    keys, words = Keys(seeds, position), HashedVocab.of(size, device).hashes.clone()
     u, noise, bound = (torch.empty(6, size, device=device) for _ in range(3))
     noise_kernel[(6,)](words, seeds, position, u, noise, bound, LANES=size, enable_fp_fusion=False)
     assert torch.equal(u, uniform(keys, Role.TARGET, size))

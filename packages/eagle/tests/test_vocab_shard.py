@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from bateleur.eagle import Keys, Lanes, Role, SampledTokens, SamplingMetadata, argmax, draw, sample
+from bateleur.eagle import HashedVocab, Keys, Role, SampledTokens, SamplingMetadata, argmax, draw, sample
 from bateleur.eagle.sampling_metadata import thresholds_by_sort
 from bateleur.eagle.shard_truncation import shard_thresholds
 from bateleur.eagle.vocab_shard import VocabShard, float_of, order_of
@@ -27,8 +27,8 @@ def drawn_together(
     """What every rank draws, which is the same, and what it told."""
     together = Together(num_ranks)
     parts = parts_of(logits.shape[1], together)
-    lanes = [Lanes.of(shard, CPU) for shard in parts]
-    every = at_once(together, lambda rank: sample(of(logits, parts[rank]), metadata, keys, role, lanes=lanes[rank]))
+    vocab = [HashedVocab.of(shard, CPU) for shard in parts]
+    every = at_once(together, lambda rank: sample(of(logits, parts[rank]), metadata, keys, role, vocab=vocab[rank]))
     for drawn in every[1:]:
         assert torch.equal(drawn.token_ids, every[0].token_ids)
         assert torch.equal(drawn.bad, every[0].bad)

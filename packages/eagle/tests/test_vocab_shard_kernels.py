@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from bateleur.eagle import Keys, Lanes, native
+from bateleur.eagle import HashedVocab, Keys, native
 from bateleur.eagle.noise import Role, names
-from bateleur.eagle.shard_sampling import PERTURBED_MAX
+from bateleur.eagle.sample import PERTURBED_MAX
 from bateleur.eagle.shard_truncation import HISTOGRAM, LAST_TIE
 from bateleur.eagle.vocab_shard import order_of
 from bateleur.metadata.dispatch import load
@@ -81,12 +81,12 @@ def test_the_best_of_a_part_is_that_of_torch(kind: str, dtype: torch.dtype) -> N
     lead = load(PERTURBED_MAX.triton or "")
     for size in SIZES:
         logits = logits_of(kind, size).to(dtype)
-        words = Lanes.of(torch.arange(40, 40 + size), logits.device).words
+        words = HashedVocab.of(torch.arange(40, 40 + size), logits.device).hashes
         least, last = torch.tensor([-INF, -1.0, 0.0, -INF, 0.5]), torch.tensor([size, 20, 0, -1, 3]).int()
         for role in (Role.TARGET, Role.DRAFT):
             name = names(Keys(keys.seed, keys.position, 2), role)
             for kept in ((None, None), (least, last)):
-                args = logits, metadata.values, *kept, words, keys.seed, name
+                args = logits, metadata.values, words, keys.seed, name, *kept
                 (value, lane), (wanted, first) = lead(*args), PERTURBED_MAX.torch(*args)
                 # Logarithms of numpy and torch may differ in the last place.
                 torch.testing.assert_close(value, wanted, rtol=3e-7, atol=3e-7, equal_nan=True)

@@ -12,7 +12,7 @@ from bateleur.eagle import (
     Coupled,
     DraftDistribution,
     Drafts,
-    Lanes,
+    HashedVocab,
     Logits,
     OneHot,
     Rows,
@@ -77,7 +77,7 @@ CASES = [
 def test_ranks_emit_what_one_does(rule: Rule, kind: str, num_ranks: int) -> None:
     together = Together(num_ranks)
     parts = parts_of(V, together)
-    lanes = [Lanes.of(shard, CPU) for shard in parts]
+    vocab = [HashedVocab.of(shard, CPU) for shard in parts]
     accepted = 0
     temperatures = enumerate(TEMPERATURE[OWNER].tolist())
     some = [(t, 0.02 * (i % 2), 20 * (i % 3), 0.9 if i % 4 == 3 else 1) for i, t in temperatures]
@@ -97,7 +97,7 @@ def test_ranks_emit_what_one_does(rule: Rule, kind: str, num_ranks: int) -> None
                 shard = parts[rank]
                 own = of_shard(drafts, shard) if kind == "parts" else drafts
                 return verify(
-                    logits[:, shard.first : shard.end], own, ROWS, rule=rule, metadata=metadata, lanes=lanes[rank]
+                    logits[:, shard.first : shard.end], own, ROWS, rule=rule, metadata=metadata, vocab=vocab[rank]
                 )
 
             for got in at_once(together, emitted):

@@ -10,7 +10,7 @@ from bateleur.eagle.borrow import BorrowError, borrow_violations
 from bateleur.eagle.drafter import BoundedDrafter, DraftContext, Drafter, SamplingDrafter, TargetNeeds, distribution_of
 from bateleur.eagle.draw import SampledTokens, argmax, draw
 from bateleur.eagle.ngram import NGramDrafter
-from bateleur.eagle.noise import Keys, Lanes, Role, bits, gumbel, uniform
+from bateleur.eagle.noise import HashedVocab, Keys, Role, bits, gumbel, uniform
 from bateleur.eagle.penalties import Penalties
 from bateleur.eagle.policy import (
     ByBatchSize,
@@ -72,8 +72,8 @@ __all__ = [
     "Drafts",
     "EagleSpeculator",
     "FixedDrafts",
+    "HashedVocab",
     "Keys",
-    "Lanes",
     "Logits",
     "NGramDrafter",
     "ObservingPolicy",

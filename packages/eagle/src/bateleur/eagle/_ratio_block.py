@@ -17,7 +17,7 @@ from torch.nn.functional import pad
 from bateleur.eagle._logit_rows import LogitRows
 from bateleur.eagle.draw import SampledTokens, argmax, draw
 from bateleur.eagle.log_normalizer import LogNormalizer, exact_sum
-from bateleur.eagle.noise import Keys, Lanes, Role, uniform
+from bateleur.eagle.noise import HashedVocab, Keys, Role, uniform
 from bateleur.eagle.rules import (
     DraftDistribution,
     Drafts,
@@ -55,21 +55,21 @@ class _Case(NamedTuple):
     u: Tensor
 
 
-def ratio(logits: Tensor, drafts: Drafts, rows: Rows, lanes: Lanes | None) -> RejectionOutput:
+def ratio(logits: Tensor, drafts: Drafts, rows: Rows, vocab: HashedVocab | None) -> RejectionOutput:
     """Verify by the rule RATIO: accept draft x while u q(x) < p(x), with uniform u; see `bateleur.eagle.verify`."""
-    case = _case(logits, drafts, rows, Rule.RATIO, lanes)
+    case = _case(logits, drafts, rows, Rule.RATIO, vocab)
     accepted_R = case.logit_rows.run(_matches(case).where(case.greedy.unsqueeze(1), case.u * case.q < case.p))
-    return _emit(case, accepted_R, case.u.new_ones(1), lanes)
+    return _emit(case, accepted_R, case.u.new_ones(1), vocab)
 
 
-def block(logits: Tensor, drafts: Drafts, rows: Rows, lanes: Lanes | None) -> RejectionOutput:
+def block(logits: Tensor, drafts: Drafts, rows: Rows, vocab: HashedVocab | None) -> RejectionOutput:
     """Verify by the rule BLOCK: accept up to the last draft whose test holds (Sun et al. 2024, algorithm 2).
 
     weight_k = min(1, weight_{k-1} p/q) is the probability that at least k drafts are accepted. The last draft passes
     its test with probability weight_k, an earlier one with e / (e + 1 - weight_k). e is the sum of (weight_k p - q)+
     over the vocabulary at the next position.
     """
-    case = _case(logits, drafts, rows, Rule.BLOCK, lanes)
+    case = _case(logits, drafts, rows, Rule.BLOCK, vocab)
     logit_rows, num_drafts = case.logit_rows, case.p.shape[1]
     weight_RC, test_RK = torch.ones_like(pad(case.p, (1, 0))), torch.empty_like(case.p)
     for k in range(num_drafts):
@@ -86,13 +86,13 @@ def block(logits: Tensor, drafts: Drafts, rows: Rows, lanes: Lanes | None) -> Re
     passed_RK = (case.u <= test_RK) & logit_rows.drafted
     last_R = pad(count_K * passed_RK, (1, 0)).amax(1)
     accepted_R = torch.where(case.greedy, logit_rows.run(_matches(case)), last_R)
-    return _emit(case, accepted_R, weight_RC.gather(1, accepted_R.unsqueeze(1)).squeeze(1), lanes)
+    return _emit(case, accepted_R, weight_RC.gather(1, accepted_R.unsqueeze(1)).squeeze(1), vocab)
 
 
-def _case(logits: Tensor, drafts: Drafts, rows: Rows, rule: Rule, lanes: Lanes | None) -> _Case:
+def _case(logits: Tensor, drafts: Drafts, rows: Rows, rule: Rule, vocab: HashedVocab | None) -> _Case:
     """Collect the inputs of the tests. Drops the drafts after a missing draft or a NaN in target or draft logits."""
     logit_rows, distribution = LogitRows.of(logits.shape[0], drafts, rows), drafts.distribution
-    shard = None if lanes is None else lanes.shard
+    shard = None if vocab is None else vocab.shard
     best, scale = argmax(logits, shard), LogNormalizer.of(logits, shard)
     num_drafts, vocab_size = drafts.tokens.shape[1], logits.shape[1] if shard is None else shard.vocab_size
     index_RK = logit_rows.index[:, :-1]
@@ -172,7 +172,7 @@ def _excess(case: _Case, row_R: Tensor, draft_R: Tensor, weight_R: Tensor) -> Te
     return excess_RV.clamp_min_(0)
 
 
-def _emit(case: _Case, accepted_R: Tensor, weight_R: Tensor, lanes: Lanes | None) -> RejectionOutput:
+def _emit(case: _Case, accepted_R: Tensor, weight_R: Tensor, vocab: HashedVocab | None) -> RejectionOutput:
     """Sample the token after the accepted drafts: from the residual if a draft was rejected, else from the target."""
     rows, (row_R, token_R, rejected_R) = case.logit_rows.rows, case.logit_rows.column(accepted_R)
     rejected_R1 = (rejected_R & ~case.greedy).unsqueeze(1)
@@ -189,4 +189,4 @@ def _emit(case: _Case, accepted_R: Tensor, weight_R: Tensor, lanes: Lanes | None
             lane_V += case.shard.first
         final_RV = final_RV.masked_fill_(rejected_R1 & (lane_V == token_R.unsqueeze(1)), -torch.inf)
     keys = Keys(rows.seeds, rows.first_position + accepted_R)
-    return case.logit_rows.output(accepted_R, draw(final_RV, rows.temperature, keys, lanes=lanes))
+    return case.logit_rows.output(accepted_R, draw(final_RV, rows.temperature, keys, vocab=vocab))

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from bateleur.eagle.cache import DraftCache
-from bateleur.eagle.heads.spec import Head, lanes_of
+from bateleur.eagle.heads.spec import Head, vocab_of
 from bateleur.eagle.rules import Rule
 from bateleur.metadata import PAD_SLOT, BatchLimits
 
@@ -94,9 +94,8 @@ class DraftInputs(DraftBuffers):
         self.block_table = keys.new_zeros(rows, blocks, dtype=torch.int32)
         self.logits: DraftLogits | None = None
         if rule is not Rule.COUPLED:
-            width = len(lanes_of(head, torch.device("cpu")).words)
+            width = len(vocab_of(head, torch.device("cpu")).hashes)
             self.logits = DraftLogits(rows, num_speculative_tokens, width, self.device)
-        self._rows = rows  # number of leading rows that may differ from 0
 
     def tensors(self) -> dict[str, Tensor]:
         """Return every buffer that is staged for each step, by name: all but the logits of drafts, which outlive a
@@ -115,37 +114,16 @@ class DraftInputs(DraftBuffers):
     ) -> None:
         """Write seed, temperature and block table of the batch's first n requests, and 0 for all rows after them.
 
+        Can be captured.
+
         table_rows: rows of the request table, as for `DraftLogits.stage`; ignored if no logits are kept.
         """
         if self.logits is not None:
             self.logits.stage(table_rows)
         rows = len(seeds)
-        for buffer, values in (
-            (self.seeds, seeds),
-            (self.temperature, temperature),
-            (self.block_table, block_table[:rows]),
-        ):
-            buffer[:rows] = values
-            if self._rows > rows:
-                buffer[rows : self._rows] = 0
-        self._rows = rows
-
-    def hold_rows(self, seeds: Tensor, temperature: Tensor, block_table: Tensor, table_rows: Tensor) -> None:
-        """Write the values of `set_rows` for a padded batch, inside a graph. Call `note_rows` after each replay."""
-        rows = len(seeds)
-        if self.logits is not None:
-            self.logits.stage(table_rows)
         for buffer, values in ((self.seeds, seeds), (self.temperature, temperature), (self.block_table, block_table)):
-            buffer[:rows].copy_(values[:rows])
-
-    def note_rows(self, rows: int) -> None:
-        """Record that a graph wrote the first `rows` entries, so that the next `set_rows` clears them."""
-        self._rows = max(self._rows, rows)
-
-    def poison(self) -> None:
-        """Fill every buffer with invalid values; the next staging overwrites all entries that are read."""
-        super().poison()
-        self._rows = len(self.seeds)
+            buffer[:rows] = values[:rows]
+            buffer[rows:] = 0
 
 
 class DraftLogits:

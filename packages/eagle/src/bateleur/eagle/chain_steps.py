@@ -10,7 +10,7 @@ from torch import Tensor
 from bateleur.cudagraph import BatchExecutionDescriptor, Phase, StagedBatch
 from bateleur.eagle.buffers import DraftInputs
 from bateleur.eagle.cache import DraftCache
-from bateleur.eagle.geometry import draft_max_seq_len, stage_chain, stage_first
+from bateleur.eagle.geometry import stage_chain, stage_first
 from bateleur.eagle.passes import DraftState
 from bateleur.metadata import (
     NULL_BLOCK,
@@ -49,7 +49,6 @@ class ChainSteps:
         self._dummies = InputBuffers(BatchLimits(rows, rows, max_seq_len), (cache.blocks,), inputs.device)
         self._starts = np.arange(rows + 1, dtype=np.int32)
         self._never_prefilling = torch.zeros(rows, dtype=torch.bool)
-        self._views: dict[int, dict[str, Any]] = {}
 
     # --- real passes ----------------------------------------------------------------------------------------
 
@@ -75,6 +74,7 @@ class ChainSteps:
                 np.pad(bound.upper, (0, padding)), np.pad(bound.exact, (0, padding), constant_values=True)
             )
         self.generation += 1
+        x = self._inputs
         batch = CommonAttentionMetadata(
             num_reqs=padded_rows,
             num_tokens=padded_rows,
@@ -85,36 +85,33 @@ class ChainSteps:
             query_start_loc_cpu=torch.from_numpy(np.minimum(self._starts[: padded_rows + 1], num_rows)),
             seq_len_bound=bound,
             generation=self.generation,
-            **self._views_of(padded_rows),
+            input_ids=x.input_ids[:padded_rows],
+            positions=x.positions[:padded_rows],
+            query_start_loc=x.query_start_loc[: padded_rows + 1],
+            seq_lens=x.seq_lens[:padded_rows],
+            num_computed_tokens=x.num_computed_tokens[:padded_rows],
+            block_tables=(x.block_table[:padded_rows],),
+            slot_mappings=(x.slot_mapping[:padded_rows],),
+            is_prefilling=self._never_prefilling[:padded_rows],
         )
         metadata = self._builder.build(batch, 0, phase)
         return DraftState(batch, metadata, self._builder.signature, greedy)
 
-    def _views_of(self, rows: int) -> dict[str, Any]:
-        """Return views of the first `rows` rows of every buffer; the views are created once for each size."""
-        views = self._views.get(rows)
-        if views is None:
-            x = self._inputs
-            views = self._views[rows] = {
-                "input_ids": x.input_ids[:rows],
-                "positions": x.positions[:rows],
-                "query_start_loc": x.query_start_loc[: rows + 1],
-                "seq_lens": x.seq_lens[:rows],
-                "num_computed_tokens": x.num_computed_tokens[:rows],
-                "block_tables": (x.block_table[:rows],),
-                "slot_mappings": (x.slot_mapping[:rows],),
-                "is_prefilling": self._never_prefilling[:rows],
-            }
-        return views
+    def longest(self, batch: CommonAttentionMetadata, phase: Phase) -> int:
+        """Return the host bound of `seq_lens` in all draft passes after a step of the target.
+
+        It is min(largest bound of the step + K, `max_model_len`); in a phase other than RUN, `max_model_len`.
+        """
+        if phase is not Phase.RUN:
+            return self.max_seq_len
+        return min(batch.seq_len_bound.max() + self._inputs.num_speculative_tokens, self.max_seq_len)
 
     # --- dummies --------------------------------------------------------------------------------------------
 
     def stage(self, key: BatchExecutionDescriptor, phase: Phase) -> StagedBatch[DraftState]:
         """Stage dummy requests of the full size of `key`. Their slots are -1, so passes store no keys or values."""
-        num_rows = key.num_tokens
-        context_len = min(1, self.max_seq_len - 1)
-        batch = self._dummies.dummy(BatchShape.of(num_rows, num_rows, 1), context_len=context_len)
-        return self._staged(key, batch, phase)
+        shape = BatchShape.of(key.num_tokens, key.num_tokens, 1)
+        return self._staged(key, self._dummies.dummy(shape, context_len=min(1, self.max_seq_len - 1)), phase)
 
     def fuzz(self, key: BatchExecutionDescriptor, seed: int) -> StagedBatch[DraftState]:
         """Stage random requests over random caches. Use it only in an engine without requests."""
@@ -162,12 +159,9 @@ class ChainSteps:
         stage_dummy(x, self._cache, batch, 0, table, seed)
         drawn = torch.zeros(num_rows, dtype=torch.int64, device=x.device)
         stage_chain(x, drawn, x.block_table, self._cache.blocks.block_size)
-        longest = self.max_seq_len
-        if phase is Phase.RUN:
-            longest = draft_max_seq_len(batch.seq_len_bound, x.num_speculative_tokens, longest)
         bound = batch.seq_len_bound.narrow(num_rows).advanced(1, self.max_seq_len)
-        state = self.build(num_rows, key.num_tokens, bound, longest, BuildPhase(phase.value))
-        return state.staged(key)
+        longest = self.longest(batch, phase)
+        return self.build(num_rows, key.num_tokens, bound, longest, BuildPhase(phase.value)).staged(key)
 
 
 def stage_dummy(

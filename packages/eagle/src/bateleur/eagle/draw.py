@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.library import Library
 
-from bateleur.eagle.noise import Keys, Lanes, Role, gumbel
+from bateleur.eagle.noise import HashedVocab, Keys, Role, gumbel
 from bateleur.metadata.dispatch import Implementations, define_op
 
 if TYPE_CHECKING:
@@ -59,14 +59,14 @@ _argmax_rows = define_op(_library, _argmax, ARGMAX, mutates=(), fake=fake_token_
 
 
 def draw(
-    logits: Tensor, temperature: Tensor, keys: Keys, role: Role = Role.TARGET, *, lanes: Lanes | None = None
+    logits: Tensor, temperature: Tensor, keys: Keys, role: Role = Role.TARGET, *, vocab: HashedVocab | None = None
 ) -> SampledTokens:
     """Sample one token per row from softmax(logits), or take the argmax where the temperature is 0.
 
     logits: (R, V) float32, processed, and divided by the temperature in rows that sample; not written to.
     temperature: (R,) floating; only whether it is above 0 is read.
     keys: R keys. The noise of a row depends on its key, `role` and the token ids only, never on other rows.
-    lanes: the V hashed token ids; by default the ids 0 .. V-1. With the lanes of a vocabulary shard, logits are those
+    vocab: the V hashed token ids; by default the ids 0 .. V-1. With the vocab of a vocabulary shard, logits are those
         of the shard, and the token is sampled over all ranks.
 
     Raises `ValueError` if the numbers of rows disagree. Gumbel-max: Gumbel 1954; Maddison et al. 2014.
@@ -76,13 +76,13 @@ def draw(
             f"logits={tuple(logits.shape)}, temperature={tuple(temperature.shape)}, keys={len(keys)}: must have the "
             "same number of rows"
         )
-    lanes = Lanes.of(logits.shape[1], logits.device) if lanes is None else lanes
-    whole = lanes.shard is None and len(keys) > 0
-    return (DRAW.on(logits) if whole else _draw)(logits, temperature, keys, role, lanes)
+    vocab = HashedVocab.of(logits.shape[1], logits.device) if vocab is None else vocab
+    whole = vocab.shard is None and len(keys) > 0
+    return (DRAW.on(logits) if whole else _draw)(logits, temperature, keys, role, vocab)
 
 
-def _draw(logits: Tensor, temperature: Tensor, keys: Keys, role: Role, lanes: Lanes) -> SampledTokens:
-    return argmax(perturbed(gumbel(keys, role, lanes), logits, temperature), lanes.shard)
+def _draw(logits: Tensor, temperature: Tensor, keys: Keys, role: Role, vocab: HashedVocab) -> SampledTokens:
+    return argmax(perturbed(gumbel(keys, role, vocab), logits, temperature), vocab.shard)
 
 
 DRAW = Implementations(_draw, triton="bateleur.eagle.kernels.rejection_sampler:draw")

@@ -19,13 +19,8 @@ import torch
 from torch import Tensor
 
 from bateleur.eagle.buffers import NO_TOKEN, DraftBuffers
-from bateleur.metadata import NULL_BLOCK, PAD_SLOT, CommonAttentionMetadata, SeqLenBound
+from bateleur.metadata import NULL_BLOCK, PAD_SLOT, CommonAttentionMetadata
 from bateleur.metadata.dispatch import Implementations
-
-
-def draft_max_seq_len(bound: SeqLenBound, num_speculative_tokens: int, max_model_len: int) -> int:
-    """Return the bound of `seq_lens` in all draft passes: min(largest bound of the target + K, max_model_len)."""
-    return min(bound.max() + num_speculative_tokens, max_model_len)
 
 
 def stage_first(

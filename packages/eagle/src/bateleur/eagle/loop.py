@@ -16,7 +16,7 @@ from torch import Tensor
 from bateleur.eagle.draw import draw
 from bateleur.eagle.heads.dense import DenseAttend
 from bateleur.eagle.heads.spec import Head
-from bateleur.eagle.noise import Keys, Lanes
+from bateleur.eagle.noise import HashedVocab, Keys
 from bateleur.eagle.rejection_sampler import draw_draft, verify
 from bateleur.eagle.rules import Coupled, Drafts, Logits, OneHot, Rows, Rule, apply_temperature
 
@@ -145,7 +145,7 @@ class _Proposer:
         self._seeds, self._temperature = seeds, temperature
         if isinstance(drafter, Head):
             ids = drafter.spec.vocab_size if drafter.target_ids is None else drafter.target_ids
-            self._lanes, self._attend = Lanes.of(ids, seeds.device), DenseAttend(drafter.spec)
+            self._vocab, self._attend = HashedVocab.of(ids, seeds.device), DenseAttend(drafter.spec)
 
     def __call__(self, tokens: list[int], features: Sequence[Tensor]) -> Drafts:
         """Return drafts for the tokens after `tokens`.
@@ -173,7 +173,7 @@ class _Proposer:
             h, hidden = head.forward(ids, hidden, positions, self._attend)
             logits, index = head.logits(h[-1:]), torch.tensor([known + 1 + k], device=device)
             lane, bad = draw_draft(
-                logits, self._temperature, self._seeds, index, rule=self._rule, draft_index=k, lanes=self._lanes
+                logits, self._temperature, self._seeds, index, rule=self._rule, draft_index=k, vocab=self._vocab
             )
             if bad:
                 break

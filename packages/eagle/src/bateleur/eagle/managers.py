@@ -5,7 +5,7 @@ Both capture into a memory pool apart from the target's. So outputs of the targe
 target's next replay.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -19,9 +19,7 @@ from bateleur.cudagraph import (
     CudagraphDispatcher,
     CudaGraphManager,
     CudaGraphMode,
-    DispatchCoordinator,
     GraphBackend,
-    LocalCoordinator,
     Phase,
     ReplayChecks,
     StagedBatch,
@@ -31,11 +29,6 @@ from bateleur.eagle.chain_steps import ChainSteps
 from bateleur.eagle.passes import DraftState
 from bateleur.metadata import GraphSupport
 
-Adopt = Callable[[Any, Phase, int | None], DraftState]
-"""Builds the state of a first pass over the target's step, and stages the drafter's own buffers: a dummy step, or
-with a seed a random one.
-"""
-
 
 @dataclass(frozen=True, slots=True)
 class DraftGraphs:
@@ -44,17 +37,13 @@ class DraftGraphs:
     backend: a graph backend of the drafter; not the object that the target captures with.
     sizes: numbers of requests of the graphs of passes after the first (the chain).
     fuse: whether one graph holds a whole chain, if its metadata can be refreshed in the graph; else one graph per pass.
-    chains: numbers of drafts that get a fused graph; other numbers use the next longer one. () means only K.
     checks: level of the checks before a replay.
-    coordinator: makes the coordinator of all ranks for a dispatcher. It chooses the graph of the chain.
     """
 
     backend: GraphBackend
     sizes: tuple[int, ...]
     fuse: bool = True
-    chains: tuple[int, ...] = ()
     checks: ReplayChecks = ReplayChecks.CHEAP
-    coordinator: Callable[[CudagraphDispatcher], DispatchCoordinator] = LocalCoordinator
 
 
 class PrefillEagleCudaGraphManager(CudaGraphManager[DraftState, Tensor]):
@@ -94,10 +83,17 @@ class PrefillEagleCudaGraphManager(CudaGraphManager[DraftState, Tensor]):
 class DraftStateProducer:
     """Stages steps of the target for draft passes: makes a `DraftState` of each captured state of the target.
 
-    adopt: function from a captured state of the target to a `DraftState`. own: stages the drafter's own buffers.
+    adopt: stages the drafter's own buffers for a captured state of the target, with dummy contents, or random ones
+        with a seed; returns the state of the first pass.
+    own: the drafter's own buffers.
     """
 
-    def __init__(self, target_states: CapturedStateProducer[Any], adopt: Adopt, own: ChainSteps) -> None:
+    def __init__(
+        self,
+        target_states: CapturedStateProducer[Any],
+        adopt: Callable[[Any, Phase, int | None], DraftState],
+        own: ChainSteps,
+    ) -> None:
         self._target_states, self._adopt, self._own = target_states, adopt, own
 
     @property
@@ -132,20 +128,20 @@ class DecodeEagleCudaGraphManager(CudaGraphManager[DraftState, Tensor]):
 
     @classmethod
     def plan_for(
-        cls, sizes: Iterable[int], max_num_reqs: int, chains: Sequence[int], support: GraphSupport
+        cls, sizes: Iterable[int], max_num_reqs: int, chain: int | None, support: GraphSupport
     ) -> CudagraphDispatcher:
         """Return the dispatcher of graphs for `sizes` requests.
 
-        chains: numbers of drafts that get a graph; () for one graph per pass.
+        chain: number of drafts of a whole chain in one graph; None for one graph per pass.
         support: batches that the draft's metadata can be captured for. No graph is piecewise: piecewise graphs pad
             tokens, not requests.
         """
         captures = support >= GraphSupport.SINGLE_TOKEN
         mode = CudaGraphMode.FULL_DECODE_ONLY if captures else CudaGraphMode.NONE
-        variants = tuple((k,) for k in sorted(set(chains))) or ((),)
-        return CudagraphDispatcher.make(mode, sizes, max_num_reqs=max_num_reqs, variants=variants)
+        variant = () if chain is None else (chain,)
+        return CudagraphDispatcher.make(mode, sizes, max_num_reqs=max_num_reqs, variants=(variant,))
 
     @staticmethod
     def ask(num_rows: int, chain: int | None) -> UnpaddedBatch:
-        """Return the sizes for which to dispatch a graph. chain: drafts of a whole chain; None for a single pass."""
+        """Return the sizes for which to dispatch a graph. chain: as for `plan_for`."""
         return UnpaddedBatch(num_rows, num_rows, 1, 1, True, () if chain is None else (chain,))

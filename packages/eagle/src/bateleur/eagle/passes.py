@@ -20,25 +20,25 @@ from bateleur.eagle.buffers import DraftInputs
 from bateleur.eagle.cache import DraftCache
 from bateleur.eagle.draw import argmax, draw
 from bateleur.eagle.geometry import advance, stage_chain
-from bateleur.eagle.heads.spec import Head, lanes_of
+from bateleur.eagle.heads.spec import Head, vocab_of
 from bateleur.eagle.rules import Rule, apply_temperature
 from bateleur.metadata import (
     AttentionBackend,
     AttentionMetadataBuilder,
     CommonAttentionMetadata,
+    GraphSupport,
     PagedAttentionMetadata,
     Signature,
     ops,
 )
 
-_HOST_LENGTHS = frozenset({"seq_lens_cpu_upper_bound", "seq_lens_cpu_exact"})
-
+_HOST_LENGTHS = {"seq_lens_cpu_upper_bound", "seq_lens_cpu_exact"}
 _Attention: TypeAlias = Callable[["DraftState", Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
 class DraftState:
-    """Batch and attention metadata of a draft pass. sign: returns the host scalars of `metadata`."""
+    """Batch and attention metadata of a draft pass."""
 
     batch: CommonAttentionMetadata
     """Only sizes are read. The first pass has the target's batch, the others one token per row."""
@@ -52,9 +52,23 @@ class DraftState:
     """Work list of the pass that runs, see `AttentionBackend.build_work_list`; None between passes."""
 
     def staged(self, key: BatchExecutionDescriptor) -> StagedBatch[DraftState]:
-        """Return the state as a `StagedBatch`, with the host scalars of the metadata if `key` is a FULL graph."""
+        """Return the state staged for graph `key`, with the host scalars of the metadata if the graph is FULL."""
         signature = self.sign(self.metadata) if key.mode is CudaGraphMode.FULL else None
         return StagedBatch(key, self, self.batch.generation, signature)
+
+
+@dataclass(frozen=True, slots=True)
+class ProposalPasses:
+    """Metadata of the passes of a proposal: the first one, and those after it (None for fewer than two drafts)."""
+
+    first: DraftState
+    chain: DraftState | None
+
+    @property
+    def signature(self) -> Signature:
+        """Host scalars of the metadata of all passes."""
+        parts = {"first": self.first, "chain": self.chain}
+        return Signature.join(**{name: each.sign(each.metadata) for name, each in parts.items() if each is not None})
 
 
 class DraftPasses:
@@ -75,7 +89,7 @@ class DraftPasses:
     ) -> None:
         self._head, self._inputs, self.refresh, self._rule = head, inputs, refresh, rule
         self._backend, self._block_size = backend, cache.blocks.block_size
-        self._lanes = lanes_of(head, inputs.device)
+        self.vocab = vocab_of(head, inputs.device)
         scales = cache.kv_scales or [None] * len(cache.kv)
         window = head.spec.sliding_window
         self._layers = [_attention(backend, *each, window) for each in zip(cache.kv, scales, strict=True)]
@@ -148,18 +162,17 @@ class DraftPasses:
         Returns (n,) int64 target ids, -1 for none. Under COUPLED, the target samples with the same noise at the
         same request and position.
         """
-        logits_nV, eager = self._head.logits(h_nH), execution.key is None
-        if eager and execution.state.greedy:
-            drawn = argmax(logits_nV, self._lanes.shard)
+        logits_nV = self._head.logits(h_nH)
+        if execution.key is None and execution.state.greedy:
+            drawn = argmax(logits_nV, self.vocab.shard)
         else:
             x, num_rows = self._inputs, len(h_nH)
             temperature_n = x.temperature[:num_rows]
             if x.logits is not None:  # logits of greedy rows are never read
                 x.logits.keep(logits_nV, x.step)
+            keys = self._rule.keys(x.seeds[:num_rows], x.token_positions[:num_rows], x.step.expand(num_rows))
             scaled_nV = apply_temperature(logits_nV, temperature_n)
-            place_n = x.step.expand(num_rows)
-            keys = self._rule.keys(x.seeds[:num_rows], x.token_positions[:num_rows], place_n)
-            drawn = draw(scaled_nV, temperature_n, keys, self._rule.draft_role, lanes=self._lanes)
+            drawn = draw(scaled_nV, temperature_n, keys, self._rule.draft_role, vocab=self.vocab)
         token_n = drawn.token_ids
         if self._head.target_ids is not None:
             token_n = self._head.target_ids.index_select(0, token_n)
@@ -189,8 +202,7 @@ def _attention(
 
 
 def refresh_of(builder: AttentionMetadataBuilder[Any]) -> Callable[[Any], object] | None:
-    """Return a function that updates metadata of `builder` from one draft pass to the next without a new build, or
-    None.
+    """Return a function that updates metadata of `builder` from one draft pass to the next, or None.
 
     A builder may provide `refresh(metadata)`, which works on the device, in place, and can be captured. Metadata that
     consists only of views of the batch needs no update: its builder owns no buffer and reads no length on the host.
@@ -200,3 +212,8 @@ def refresh_of(builder: AttentionMetadataBuilder[Any]) -> Callable[[Any], object
     if refresh is None and not (builder.addresses() or builder.reads & _HOST_LENGTHS):
         return lambda metadata: None
     return refresh
+
+
+def refreshes_in_graph(builder: AttentionMetadataBuilder[Any]) -> bool:
+    """Whether metadata of `builder` can be refreshed inside a graph, so that one graph can hold a whole proposal."""
+    return refresh_of(builder) is not None and builder.graph_support >= GraphSupport.SINGLE_TOKEN

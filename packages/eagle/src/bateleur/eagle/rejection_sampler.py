@@ -8,7 +8,7 @@ from torch import Tensor
 
 from bateleur.eagle._logit_rows import LogitRows
 from bateleur.eagle.draw import SampledTokens, argmax, draw
-from bateleur.eagle.noise import Lanes
+from bateleur.eagle.noise import HashedVocab
 from bateleur.eagle.rules import Drafts, OneHot, RejectionOutput, Rows, Rule, apply_temperature
 from bateleur.eagle.sample import sample
 from bateleur.eagle.sampling_metadata import SamplingMetadata
@@ -21,7 +21,7 @@ def verify(
     rows: Rows,
     *,
     rule: Rule = Rule.COUPLED,
-    lanes: Lanes | None = None,
+    vocab: HashedVocab | None = None,
     greedy: bool = False,
     metadata: SamplingMetadata | None = None,
 ) -> RejectionOutput:
@@ -29,7 +29,7 @@ def verify(
 
     logits: (N, V) floating, logits of the target, processed (penalties, grammar, truncation) and divided by the
         temperature in rows that sample (temperature above 0), as for `draw`. Not written to.
-    lanes: the V hashed token ids; by default the ids 0 .. V-1. With the lanes of a vocabulary shard, logits are those
+    vocab: the V hashed token ids; by default the ids 0 .. V-1. With the vocab of a vocabulary shard, logits are those
         of the shard, and all ranks emit the same tokens.
     metadata: sampling parameters of each logit row. If given, `logits` are float32, not truncated and not divided by
         the temperature, and COUPLED never materialises the processed logits.
@@ -50,16 +50,16 @@ def verify(
     if not num_reqs or not logits.shape[0]:
         none_R = drafts.tokens.new_zeros(num_reqs)
         return RejectionOutput(drafts.tokens.new_full((num_reqs, num_drafts + 1), -1), none_R, none_R.bool())
-    shard = None if lanes is None else lanes.shard
+    shard = None if vocab is None else vocab.shard
     if rule is not Rule.COUPLED:
         if metadata is not None and (metadata.penalties is not None or not greedy):
             logits = metadata.apply(logits, shard)
         tests = "ratio" if rule is Rule.RATIO or isinstance(drafts.distribution, OneHot) else "block"
-        output: RejectionOutput = load(f"bateleur.eagle._ratio_block:{tests}")(logits.float(), drafts, rows, lanes)
+        output: RejectionOutput = load(f"bateleur.eagle._ratio_block:{tests}")(logits.float(), drafts, rows, vocab)
         return output
     by_torch = logits.dtype is torch.float64 or shard is not None
     form = COUPLED.torch if by_torch else COUPLED.on(logits)
-    return form(logits, drafts, rows, lanes, greedy=greedy, metadata=metadata)
+    return form(logits, drafts, rows, vocab, greedy=greedy, metadata=metadata)
 
 
 def draw_draft(
@@ -70,25 +70,25 @@ def draw_draft(
     *,
     rule: Rule = Rule.COUPLED,
     draft_index: int | Tensor = 0,
-    lanes: Lanes | None = None,
+    vocab: HashedVocab | None = None,
 ) -> SampledTokens:
     """Sample one draft token per row with the noise that `rule` needs; the argmax if the temperature is 0.
 
     logits: (R, Vd) floating, before the temperature; the same tensor is given to `Logits` if the rule needs it.
     positions: (R,) int64 index in its sequence of the drafted token; may exceed all limits, never clamped.
     draft_index: int or (R,) int64, index of the draft in its step, from 0.
-    lanes: for a reduced draft vocabulary `Lanes.of(ids, device)` of its target ids, so that drafts share the target's
-        noise. The result is then an index into `ids`.
+    vocab: `HashedVocab.of(ids, device)` of the target ids of a reduced draft vocabulary, so that drafts share the
+        target's noise. The result is then an index into `ids`.
     """
     scaled_RD = apply_temperature(logits.float(), temperature)
-    return draw(scaled_RD, temperature, rule.keys(seeds, positions, draft_index), rule.draft_role, lanes=lanes)
+    return draw(scaled_RD, temperature, rule.keys(seeds, positions, draft_index), rule.draft_role, vocab=vocab)
 
 
 def _coupled(
     logits: Tensor,
     drafts: Drafts,
     rows: Rows,
-    lanes: Lanes | None,
+    vocab: HashedVocab | None,
     *,
     greedy: bool = False,
     metadata: SamplingMetadata | None = None,
@@ -96,13 +96,13 @@ def _coupled(
     """Verify by the rule COUPLED: sample every logit row, and accept the drafts that equal the samples."""
     logit_rows = LogitRows.of(logits.shape[0], drafts, rows)
     if greedy and (metadata is None or metadata.penalties is None):
-        drawn = argmax(logits, None if lanes is None else lanes.shard)
+        drawn = argmax(logits, None if vocab is None else vocab.shard)
     else:
         owner_N, keys = logit_rows.owners(logits.shape[0])
         if metadata is None:
-            drawn = draw(logits, rows.temperature[owner_N], keys, lanes=lanes)
+            drawn = draw(logits, rows.temperature[owner_N], keys, vocab=vocab)
         else:
-            drawn = sample(logits, metadata, keys, lanes=lanes)
+            drawn = sample(logits, metadata, keys, vocab=vocab)
     # A bad row draws -1, which equals no draft: the accepted run ends there and the row emits nothing.
     token_RC = drawn.token_ids.masked_fill(drawn.bad, -1)[logit_rows.index]
     accepted_R = logit_rows.run(token_RC[:, :-1] == logit_rows.tokens)

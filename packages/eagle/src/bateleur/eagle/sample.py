@@ -1,6 +1,6 @@
 """Sampling from truncated and tempered logits without materialising the processed logits.
 
-Legend for shapes: N logit rows, V vocabulary.
+Legend for shapes: N logit rows, V tokens of the vocabulary, or of a shard.
 """
 
 from torch import Tensor
@@ -8,21 +8,27 @@ from torch.library import Library
 
 from bateleur.eagle import native
 from bateleur.eagle.draw import SampledTokens, argmax, fake_token_rows, perturbed
-from bateleur.eagle.noise import Keys, Lanes, Role, gumbel_, hashed, mixed, names, unit
-from bateleur.eagle.sampling_metadata import SamplingMetadata
-from bateleur.metadata.dispatch import Implementations, define_op, load
+from bateleur.eagle.noise import HashedVocab, Keys, Role, gumbel_, hashed, mixed, names, unit
+from bateleur.eagle.rules import apply_temperature
+from bateleur.eagle.sampling_metadata import SamplingMetadata, mask_truncated_
+from bateleur.metadata.dispatch import Implementations, define_op
 
 _library = Library("bateleur", "FRAGMENT")
 
 
 def sample(
-    logits: Tensor, metadata: SamplingMetadata, keys: Keys, role: Role = Role.TARGET, *, lanes: Lanes | None = None
+    logits: Tensor,
+    metadata: SamplingMetadata,
+    keys: Keys,
+    role: Role = Role.TARGET,
+    *,
+    vocab: HashedVocab | None = None,
 ) -> SampledTokens:
     """Sample one token per row: the tokens of `draw(metadata.apply(logits), ...)`, bit for bit.
 
     logits: (N, V) float32 or narrower; not written to.
     metadata: temperature, truncation and penalties of each row.
-    keys, role, lanes: as for `draw`. With the lanes of a vocabulary shard it samples over all ranks.
+    keys, role, vocab: as for `draw`. With the ids of a vocabulary shard it samples over all ranks.
 
     Raises `ValueError` if the numbers of rows disagree. In C (`native`) a row costs little more than one pass over
     its logits. Without a compiler, torch materialises the processed logits.
@@ -33,43 +39,84 @@ def sample(
             "number of rows"
         )
     if metadata.greedy and metadata.penalties is None:
-        return argmax(logits, None if lanes is None else lanes.shard)
-    lanes = Lanes.of(logits.shape[1], logits.device) if lanes is None else lanes
-    if lanes.shard is not None:
-        drawn: SampledTokens = load("bateleur.eagle.shard_sampling:sample_shard")(
-            logits, metadata, keys, role, lanes, lanes.shard
-        )
-        return drawn
-    return SAMPLE.on(logits)(logits, metadata, keys, role, lanes)
+        return argmax(logits, None if vocab is None else vocab.shard)
+    vocab = HashedVocab.of(logits.shape[1], logits.device) if vocab is None else vocab
+    return (SAMPLE.on(logits) if vocab.shard is None else _sample_shard)(logits, metadata, keys, role, vocab)
 
 
-def _drawn(logits: Tensor, metadata: SamplingMetadata, keys: Keys, role: Role, lanes: Lanes) -> SampledTokens:
-    name = names(keys, role)
-    if metadata.penalties is not None:
-        logits, metadata = metadata.penalties.apply(logits), SamplingMetadata(metadata.host, metadata.values)
+def _sample(logits: Tensor, metadata: SamplingMetadata, keys: Keys, role: Role, vocab: HashedVocab) -> SampledTokens:
+    logits, metadata = metadata.penalised(logits)
+    row = metadata.values, vocab.hashes, keys.seed, names(keys, role)
     # Not in `Implementations`: the torch form uses `metadata.host`, which an operator cannot take.
     if native.takes(logits):
-        return SampledTokens(*_sample_rows(logits, metadata.values, lanes.words, keys.seed, name))
-    return argmax(_whole(logits, metadata, lanes.words, keys.seed, name))
+        return SampledTokens(*_sample_rows(logits, *row))
+    return argmax(_perturbed(logits, *row, *metadata.thresholds(logits)))
 
 
-SAMPLE = Implementations(_drawn, triton="bateleur.eagle.kernels.rejection_sampler:sample")
+SAMPLE = Implementations(_sample, triton="bateleur.eagle.kernels.rejection_sampler:sample")
 """Forms of `sample` for a whole vocabulary."""
 
 
-def _whole(logits: Tensor, metadata: SamplingMetadata, words: Tensor, seeds: Tensor, name: Tensor) -> Tensor:
+def _sample_shard(
+    logits: Tensor, metadata: SamplingMetadata, keys: Keys, role: Role, vocab: HashedVocab
+) -> SampledTokens:
+    """Sample from the logits of a vocabulary shard: all ranks agree on the best of the best tokens of all shards."""
+    assert vocab.shard is not None
+    logits, metadata = metadata.penalised(logits)
+    row = metadata.values, vocab.hashes, keys.seed, names(keys, role)
+    best = PERTURBED_MAX.on(logits)(logits, *row, *metadata.thresholds(logits, vocab.shard))
+    return SampledTokens(*vocab.shard.reduce_argmax(*best))
+
+
+def _perturbed_max(
+    logits: Tensor,
+    values: Tensor,
+    hashes: Tensor,
+    seeds: Tensor,
+    name: Tensor,
+    least: Tensor | None = None,
+    last: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return the maximum of the perturbed logits of each row, (N,) float32, and its index in the shard, (N,) int64.
+
+    The maximum is NaN if the row holds a NaN, and -inf if no token is left.
+
+    logits: (N, V), as for `sample`. values: (N, 4) float32, see `SamplingMetadata`. hashes: (V,) int32, see
+        `HashedVocab`. seeds, name: (N,) int64, see `noise.names`. least, last: as of `SamplingMetadata.thresholds`.
+    """
+    best_N, index_N = _perturbed(logits, values, hashes, seeds, name, least, last).max(-1)
+    return best_N, index_N
+
+
+PERTURBED_MAX = Implementations(_perturbed_max, triton="bateleur.eagle.kernels.vocab_shard:perturbed_max_rows")
+
+
+def _perturbed(
+    logits: Tensor,
+    values: Tensor,
+    hashes: Tensor,
+    seeds: Tensor,
+    name: Tensor,
+    least: Tensor | None = None,
+    last: Tensor | None = None,
+) -> Tensor:
     """Return the perturbed logits (N, V): processed logits plus noise, whose argmax is the sample."""
-    noise_NV = gumbel_(unit(mixed(words, *hashed(seeds, name))))
-    return perturbed(noise_NV, metadata.apply(logits.float()), metadata.temperature)
+    temperature_N = values[:, 0]
+    scaled_NV = apply_temperature(logits.float(), temperature_N)
+    if least is not None and last is not None:
+        mask_truncated_(scaled_NV, least.unsqueeze(1), last.unsqueeze(1))
+    return perturbed(gumbel_(unit(mixed(hashes, *hashed(seeds, name)))), scaled_NV, temperature_N)
 
 
-def _rows(logits: Tensor, values: Tensor, words: Tensor, seeds: Tensor, name: Tensor) -> tuple[Tensor, Tensor]:
-    tokens, bad = native.draw_rows(logits, values, words, seeds, name)
+def _rows(logits: Tensor, values: Tensor, hashes: Tensor, seeds: Tensor, name: Tensor) -> tuple[Tensor, Tensor]:
+    tokens, bad = native.draw_rows(logits, values, hashes, seeds, name)
     open_M = (tokens < 0).nonzero().squeeze(1)
     if len(open_M):
-        some = values[open_M]
-        metadata = SamplingMetadata(some.numpy(), some)
-        tokens[open_M], bad[open_M] = argmax(_whole(logits[open_M], metadata, words, seeds[open_M], name[open_M]))
+        logits, values = logits[open_M], values[open_M]
+        least_last = SamplingMetadata(values.numpy(), values).thresholds(logits)
+        tokens[open_M], bad[open_M] = argmax(
+            _perturbed(logits, values, hashes, seeds[open_M], name[open_M], *least_last)
+        )
     return tokens, bad
 
 

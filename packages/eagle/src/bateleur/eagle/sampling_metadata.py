@@ -98,17 +98,31 @@ class SamplingMetadata:
         logits: (N, V) float32, of the whole vocabulary or of `shard`. Greedy rows are not divided. A row with NaN or
             +inf keeps all tokens.
         """
-        if self.penalties is not None:
-            logits = self.penalties.apply(logits)
+        logits, metadata = self.penalised(logits)
         # Greedy rows divide by 1, which changes no bit.
         scaled_NV = apply_temperature(logits, self.temperature)
-        if self.truncates(logits.shape[1] if shard is None else shard.vocab_size):
-            if shard is None:
-                least_N, last_N = TRUNCATION.on(logits)(logits, self.values)
-            else:
-                least_N, last_N = load("bateleur.eagle.shard_truncation:shard_thresholds")(logits, self, shard)
+        least_N, last_N = metadata.thresholds(logits, shard)
+        if least_N is not None and last_N is not None:
             mask_truncated_(scaled_NV, least_N.unsqueeze(1), last_N.unsqueeze(1))
         return scaled_NV
+
+    def penalised(self, logits: Tensor) -> tuple[Tensor, SamplingMetadata]:
+        """Return the logits after penalties, and metadata without penalties."""
+        if self.penalties is None:
+            return logits, self
+        return self.penalties.apply(logits), SamplingMetadata(self.host, self.values)
+
+    def thresholds(self, logits: Tensor, shard: VocabShard | None = None) -> tuple[Tensor, Tensor] | tuple[None, None]:
+        """Return the truncation thresholds of penalised logits, see `truncation_thresholds` and `shard_thresholds`.
+
+        None for both if no row may drop a token.
+        """
+        if not self.truncates(logits.shape[1] if shard is None else shard.vocab_size):
+            return None, None
+        if shard is None:
+            return TRUNCATION.on(logits)(logits.float(), self.values)
+        found: tuple[Tensor, Tensor] = load("bateleur.eagle.shard_truncation:shard_thresholds")(logits, self, shard)
+        return found
 
 
 def mask_truncated_(scaled_NV: Tensor, least_N1: Tensor, last_N1: Tensor) -> None:

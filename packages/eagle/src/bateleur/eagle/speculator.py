@@ -20,17 +20,15 @@ from bateleur.cudagraph import (
     DispatchReason,
     Execution,
     Phase,
-    RankStep,
 )
 from bateleur.eagle.borrow import TargetState, require_borrow
 from bateleur.eagle.buffers import DraftInputs
 from bateleur.eagle.cache import DraftCache
 from bateleur.eagle.chain_steps import ChainSteps, bound_of_drafts, stage_dummy
 from bateleur.eagle.drafter import DraftContext, TargetNeeds
-from bateleur.eagle.full_proposal import FullProposal, can_follow
-from bateleur.eagle.geometry import draft_max_seq_len, stage_first
+from bateleur.eagle.geometry import stage_first
 from bateleur.eagle.heads.eagle3 import Eagle3Head
-from bateleur.eagle.heads.spec import Head, SharedHead
+from bateleur.eagle.heads.spec import Head
 from bateleur.eagle.managers import (
     DecodeEagleCudaGraphManager,
     DraftGraphs,
@@ -38,9 +36,9 @@ from bateleur.eagle.managers import (
     PrefillEagleCudaGraphManager,
 )
 from bateleur.eagle.native.chain import NativeChain
-from bateleur.eagle.passes import DraftPasses, DraftState, refresh_of
+from bateleur.eagle.passes import DraftPasses, DraftState, ProposalPasses, refresh_of, refreshes_in_graph
 from bateleur.eagle.rules import Coupled, DraftDistribution, Logits, Rule
-from bateleur.metadata import AttentionBackend, BatchLimits, BuildPhase, CommonAttentionMetadata, check_reads
+from bateleur.metadata import AttentionBackend, BatchLimits, BuildPhase, check_reads
 
 
 class EagleSpeculator:
@@ -66,6 +64,8 @@ class EagleSpeculator:
         draft_prefill_builds: number of times that metadata was built for first passes; 0 if the target always has
             metadata.
         prefill, decode: graphs of the first pass, once captured, and of the passes after it (the chain).
+        fuses_proposals: whether one graph can hold a whole proposal, see `record_proposal`.
+        steps: stages and builds the passes after the first one.
         decisions: which graph each chain ran on, and why it ran eagerly.
     """
 
@@ -85,31 +85,35 @@ class EagleSpeculator:
         self.num_speculative_tokens = num_speculative_tokens
         self.draft_max_seq_len = limits.max_model_len
         self.draft_prefill_builds = 0
-        self._cache = cache
-        self._builder = backend.builder()
-        check_reads(self._builder)
+        self.decisions = DispatchCounter()
+        self._cache, self._group = cache, cache.group
+        self._builder = builder = backend.builder()
+        check_reads(builder)
         held = min(limits.max_model_len, head.spec.max_positions or limits.max_model_len)
         self.max_drafted_len = min(held + 2, limits.max_model_len)
         own = BatchLimits(limits.max_num_reqs, limits.max_num_tokens, held)
         self.inputs = DraftInputs(head, cache, own, num_speculative_tokens, rule)
-        refresh = refresh_of(self._builder)
-        self._passes = DraftPasses(head, cache, backend, self.inputs, refresh, rule)
+        self._passes = DraftPasses(head, cache, backend, self.inputs, refresh_of(builder), rule)
         if self.inputs.device.type == "cpu":
             head.reserve_positions(held)
         self._native: NativeChain | None = None
         if isinstance(head, Eagle3Head) and NativeChain.fits(head, cache, rule):
             self._native = NativeChain(head, cache, held, limits.max_model_len, num_speculative_tokens)
-        self.steps = ChainSteps(self.inputs, cache, self._builder, limits.max_model_len)
+        self.steps = ChainSteps(self.inputs, cache, builder, limits.max_model_len)
+        self._columns = torch.arange(num_speculative_tokens, device=self.inputs.device)
         self.prefill: PrefillEagleCudaGraphManager | None = None
         self.decode: DecodeEagleCudaGraphManager | None = None
-        self.decisions = DispatchCounter()
-        self._columns = torch.arange(num_speculative_tokens, device=self.inputs.device)
-        self._chains: tuple[int, ...] = ()
+        self.fuses_proposals = False
+        self._chain: int | None = None  # drafts of a whole chain in one graph
         self._graphs = graphs
-        self.whole: FullProposal | None = None
-        """Whole proposals for CUDA graphs; None if metadata cannot be refreshed inside a graph."""
         if graphs is not None:
-            self._plan_decode(graphs)
+            k = num_speculative_tokens
+            self._chain = k if graphs.fuse and self._passes.refresh is not None else None
+            self.fuses_proposals = graphs.fuse and refreshes_in_graph(builder)
+            plan = DecodeEagleCudaGraphManager.plan_for(
+                graphs.sizes if k > 1 else (), limits.max_num_reqs, self._chain, builder.graph_support
+            )
+            self.decode = DecodeEagleCudaGraphManager(plan, graphs.backend, checks=graphs.checks)
 
     # --- Drafter --------------------------------------------------------------------------------------------
 
@@ -126,92 +130,73 @@ class EagleSpeculator:
     @property
     def can_start_late(self) -> bool:
         """Whether the head drafts for requests whose first tokens it has not seen, see `DraftContext.start_positions`.
-        Only the C implementation (`NativeChain`) can.
+        Only the C implementation (`NativeChain`) can, which is not used with graphs.
         """
-        return self._native is not None and self._is_eager
+        graphed = any(manager is not None and manager.ready for manager in (self.prefill, self.decode))
+        return self._native is not None and not graphed
 
     def admit(self, row: int, token_ids: list[int]) -> None:
         """Does nothing: the head keeps its state in KV cache blocks, which the target's scheduler manages."""
 
+    @torch.no_grad()
     def propose(self, context: DraftContext) -> Tensor:
         """Update the head's KV caches and propose drafts, (R, K) int64, -1 where there is none. No host sync."""
-        drafts = self._native.propose(context) if self._native is not None and self._is_eager else None
-        if self._native is not None and drafts is not None:
-            longest = context.batch.max_seq_len + self.num_speculative_tokens
-            self.draft_max_seq_len = min(longest, self.steps.max_seq_len)
-            return drafts
-        return self._propose(context)
-
-    @torch.no_grad()
-    def _propose(self, context: DraftContext) -> Tensor:
-        context.require(self.needs, self.num_speculative_tokens)
         batch, num_drafts, x = context.batch, context.num_drafts, self.inputs
+        self.draft_max_seq_len = self.steps.longest(context.batch, Phase.RUN)
+        if self._native is not None and self.can_start_late:
+            drafts = self._native.propose(context)
+            if drafts is not None:
+                return drafts
+        context.require(self.needs, self.num_speculative_tokens)
+        self._stage(context)
         num_rows = batch.num_actual_reqs
-        self.draft_max_seq_len = draft_max_seq_len(
-            batch.seq_len_bound, self.num_speculative_tokens, self.steps.max_seq_len
-        )
-        stage_first(x, batch, self._cache.group, context.next_token, context.num_valid)
-        x.set_rows(context.seeds, context.temperature, batch.block_tables[self._cache.group], context.rows)
-        x.hidden[: batch.num_tokens] = self.head.fuse(context.features)
-        room_R = self._room(context)
-        chain = self._decide(num_rows, num_drafts).descriptor if num_drafts > 1 else None
+        room_R = self._room(num_rows, num_drafts)
+        chain = self._decide(num_rows).descriptor if num_drafts > 1 else None
         self._run_first(context)
         if num_drafts > 1:
             self._run_chain(context, chain)
+        tokens_RK = x.tokens[:num_rows].where(self._columns < room_R, -1)
         if context.start_positions is not None:  # paged attention would read keys that other requests left
-            x.tokens[:num_rows].masked_fill_((context.start_positions > 0).unsqueeze(1), -1)
-        tokens_RK = x.tokens[:num_rows]
-        return tokens_RK.clone() if room_R is None else tokens_RK.where(self._columns < room_R.unsqueeze(1), -1)
+            tokens_RK.masked_fill_((context.start_positions > 0).unsqueeze(1), -1)
+        return tokens_RK
 
     def distribution(self, rows: Tensor) -> DraftDistribution:
         """Return the distribution of the last drafts of the request table's rows `rows`: their logits under RATIO and
         BLOCK.
         """
-        kept = self.inputs.logits
-        if kept is None:
+        if self.inputs.logits is None:
             return Coupled()
-        shard = self.head.shard if isinstance(self.head, SharedHead) else None
-        return Logits(kept.of(rows), self.head.target_ids, shard)
+        return Logits(self.inputs.logits.of(rows), self.head.target_ids, self._passes.vocab.shard)
 
-    @property
-    def _is_eager(self) -> bool:
-        first, chain = self.prefill, self.decode
-        graphed = (first is not None and first.ready) or (chain is not None and chain.ready)
-        return not graphed
+    def _stage(self, context: DraftContext) -> None:
+        """Write the inputs of the first pass."""
+        x, batch = self.inputs, context.batch
+        stage_first(x, batch, self._group, context.next_token, context.num_valid)
+        x.set_rows(context.seeds, context.temperature, batch.block_tables[self._group], context.rows)
+        x.hidden[: batch.num_tokens] = self.head.fuse(context.features)
 
-    def _room(self, context: DraftContext) -> Tensor | None:
-        """Return how many drafts of each request have an index below `max_model_len`, (R,) int64, at most `num_drafts`.
-
-        None if the host knows that it is K for all requests.
-        """
-        batch, k, limit = context.batch, self.num_speculative_tokens, self.steps.max_seq_len
-        if context.num_drafts == k and batch.seq_len_bound.max() + 1 + k <= limit:
-            return None
-        positions_R = self.inputs.token_positions[: batch.num_actual_reqs]
-        return (limit - positions_R).clamp_(max=context.num_drafts)
+    def _room(self, num_rows: int, num_drafts: int) -> Tensor:
+        """Return how many drafts of each row, at most `num_drafts`, have an index below `max_model_len`, (R, 1)."""
+        positions_R1 = self.inputs.token_positions[:num_rows].unsqueeze(1)
+        return (self.steps.max_seq_len - positions_R1).clamp_(max=num_drafts)
 
     @torch.no_grad()
     def warm_up(self, target: TargetState) -> None:
         """Run all draft passes after a staged dummy step, eagerly, so that no later step of this size loads a kernel:
         with noise, without, and those that only store keys and values.
         """
-        first = self._adopt(target, Phase.WARMUP, None)
+        first, rows, longest = self._adopt(target, Phase.WARMUP), target.batch.num_actual_reqs, self.steps.max_seq_len
         self._passes.store_kv(Execution(None, first))
         for greedy in (True, False):
             self._passes.first(Execution(None, replace(first, greedy=greedy)))
             if self.num_speculative_tokens > 1:
-                self._warm_chain(target.batch, greedy)
+                bound = bound_of_drafts(target.batch).advanced(1, longest)
+                state = self.steps.build(rows, rows, bound, longest, BuildPhase.WARMUP, greedy=greedy)
+                if self._passes.refresh is not None:
+                    self._passes.refresh(state.metadata)
+                self._passes.chain(Execution(None, state))
 
-    def _warm_chain(self, batch: CommonAttentionMetadata, greedy: bool) -> None:
-        """Run the second draft pass of the dummy step `batch` eagerly, so that its kernels are loaded."""
-        rows, longest = batch.num_actual_reqs, self.steps.max_seq_len
-        bound = bound_of_drafts(batch).advanced(1, longest)
-        state = self.steps.build(rows, rows, bound, longest, BuildPhase.WARMUP, greedy=greedy)
-        if self._passes.refresh is not None:
-            self._passes.refresh(state.metadata)
-        self._passes.chain(Execution(None, state))
-
-    # --- capture --------------------------------------------------------------------------------------------
+    # --- graphs ---------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def capture(
@@ -241,22 +226,41 @@ class EagleSpeculator:
             self.prefill.capture(producer, self._passes.first, keep_going=keep_going)
         self.decode.capture(self.steps, self._passes.chain, keep_going=keep_going)
 
-    def _plan_decode(self, graphs: DraftGraphs) -> None:
-        """Choose the graphs of the draft passes after the first one (the chain); no graphs if K = 1."""
-        k = self.num_speculative_tokens
-        if graphs.fuse and self._passes.refresh is not None:
-            self._chains = tuple(sorted({*graphs.chains, k}))
-            if not 2 <= self._chains[0] <= self._chains[-1] <= k and k > 1:
-                raise ValueError(f"chains is {graphs.chains}; a chain has 2 to {k} drafts")
-        plan = DecodeEagleCudaGraphManager.plan_for(
-            graphs.sizes if k > 1 else (), self.inputs.limits.max_num_reqs, self._chains, self._builder.graph_support
-        )
-        self.decode = DecodeEagleCudaGraphManager(plan, graphs.backend, checks=graphs.checks)
-        if graphs.fuse and can_follow(self._builder):
-            self.whole = FullProposal(
-                self.head, self.inputs, self._passes, self.steps, self._lent, self._adopt, self._cache.group
-            )
-        self._coordinator = graphs.coordinator(plan)
+    def stage_proposal(self, target: TargetState, num_drafts: int, phase: Phase = Phase.RUN) -> ProposalPasses:
+        """Build the metadata of all passes of a proposal of `num_drafts` drafts, after a step of the target.
+
+        `record_proposal` stages the other inputs. In a phase other than RUN the metadata has the bounds of the longest
+        requests.
+        """
+        batch, inner = target.batch, BuildPhase(phase.value)
+        first = self._borrow(target, phase=inner)
+        if num_drafts < 2:
+            return ProposalPasses(first, None)
+        bound = bound_of_drafts(batch).advanced(num_drafts - 1, self.steps.max_seq_len)
+        longest = self.steps.longest(batch, phase)
+        return ProposalPasses(first, self.steps.build(batch.num_actual_reqs, batch.num_reqs, bound, longest, inner))
+
+    def fuzz_proposal(self, target: TargetState, seed: int) -> None:
+        """Fill caches and buffers of the drafter with random values; use it only in an engine without requests."""
+        self._adopt(target, Phase.RUN, seed)
+
+    def record_proposal(self, key: BatchExecutionDescriptor, passes: ProposalPasses, context: DraftContext) -> Tensor:
+        """Propose drafts inside a graph, after a step in which all N rows (padded) decode with equal query lengths.
+
+        Returns (N, K) int64 drafts, -1 where there is none. The host reads nothing between passes.
+
+        key: graph key of the step, with the variant `(num_drafts,)`.
+        context: tensors of N rows, at fixed addresses or made by the same graph; `rows` of padding are
+            `max_num_reqs`.
+        """
+        num_rows, num_drafts = context.batch.num_reqs, int(key.variant[0])
+        self._stage(context)
+        room_N = self._room(num_rows, num_drafts)
+        run = self._passes.first if num_drafts else self._passes.store_kv
+        run(Execution(key, passes.first))
+        if passes.chain is not None:
+            self._passes.chain(Execution(key, passes.chain))
+        return self.inputs.tokens[:num_rows].where(self._columns < room_N, -1)
 
     # --- the first pass -------------------------------------------------------------------------------------
 
@@ -265,11 +269,8 @@ class EagleSpeculator:
         if manager is not None and key is not None and key in manager.ready:
             manager.replay(key, self._borrow(context, manager.generation).staged(key))
             return
-        execution = Execution(None, self._borrow(context, greedy=context.greedy))
-        if context.num_drafts:
-            self._passes.first(execution)
-        else:
-            self._passes.store_kv(execution)
+        run = self._passes.first if context.num_drafts else self._passes.store_kv
+        run(Execution(None, self._borrow(context, greedy=context.greedy)))
 
     def _borrow(
         self, target: TargetState, now: int | None = None, phase: BuildPhase = BuildPhase.RUN, *, greedy: bool = False
@@ -283,48 +284,39 @@ class EagleSpeculator:
         batch, metadata = target.batch, target.attention
         if metadata is None:
             self.draft_prefill_builds += 1
-            metadata = self._builder.build(batch, self._cache.group, phase)
+            metadata = self._builder.build(batch, self._group, phase)
         else:
-            require_borrow(metadata, batch, self._cache.group, now)
+            require_borrow(metadata, batch, self._group, now)
         return DraftState(batch, metadata, self._builder.signature, greedy)
 
-    def _lent(self, target: TargetState, phase: BuildPhase) -> DraftState:
-        return self._borrow(target, phase=phase)
-
-    def _adopt(self, target: TargetState, phase: Phase, seed: int | None) -> DraftState:
+    def _adopt(self, target: TargetState, phase: Phase, seed: int | None = None) -> DraftState:
         """Stage a dummy step in the drafter's buffers (random with `seed`); return the state of its first pass."""
-        stage_dummy(self.inputs, self._cache, target.batch, self._cache.group, seed=seed)
+        stage_dummy(self.inputs, self._cache, target.batch, self._group, seed=seed)
         return self._borrow(target, phase=BuildPhase(phase.value))
 
     # --- the chain ------------------------------------------------------------------------------------------
 
     def _run_chain(self, context: DraftContext, key: BatchExecutionDescriptor | None) -> None:
-        num_rows, num_drafts = context.batch.num_actual_reqs, context.num_drafts
-        bound = bound_of_drafts(context.batch)
-        padded = num_rows if key is None else key.num_tokens
-        for step in range(1, num_drafts):
-            if step == 1 or self._passes.refresh is None:
-                last = (
-                    step if self._passes.refresh is None else num_drafts - 1
-                )  # the pass for which the host bound must hold
+        num_rows, num_drafts, refresh = context.batch.num_actual_reqs, context.num_drafts, self._passes.refresh
+        bound, padded = bound_of_drafts(context.batch), num_rows if key is None else key.num_tokens
+        fused = key is not None and key.variant  # one graph of all passes, refreshes included
+        for step in range(1, 2 if fused else num_drafts):
+            if step == 1 or refresh is None:
+                last = step if refresh is None else num_drafts - 1  # the pass for which the host bound must hold
                 longest = bound.advanced(last, self.steps.max_seq_len)
                 state = self.steps.build(num_rows, padded, longest, self.draft_max_seq_len, greedy=context.greedy)
-            if self._passes.refresh is not None and not (key is not None and key.variant):
-                self._passes.refresh(state.metadata)
+            if refresh is not None and not fused:
+                refresh(state.metadata)
             if key is None:
                 self._passes.chain(Execution(None, state))
-                continue
-            assert self.decode is not None
-            self.decode.replay(key, state.staged(key))
-            if key.variant:  # one graph of all passes, refreshes included
-                return
+            else:
+                assert self.decode is not None
+                self.decode.replay(key, state.staged(key))
 
-    def _decide(self, num_rows: int, num_drafts: int) -> DispatchDecision:
-        """Choose the graph of the passes after the first, the same on all ranks, or eager execution with the reason."""
+    def _decide(self, num_rows: int) -> DispatchDecision:
+        """Choose the graph of the passes after the first, or eager execution with the reason."""
         if self.decode is None:
             return DispatchDecision(None, DispatchReason.NO_GRAPHS)
-        chain = next((k for k in self._chains if k >= num_drafts), None)
-        ask = self.decode.ask(num_rows, chain)
-        decision = self._coordinator.coordinate(RankStep(ask, self.decode.ready)).decision_for(ask)
+        decision = self.decode.dispatcher.dispatch(self.decode.ask(num_rows, self._chain), self.decode.ready)
         self.decisions.count(decision)
         return decision

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from bateleur.eagle.drafter import TargetNeeds
-from bateleur.eagle.noise import Lanes
+from bateleur.eagle.noise import HashedVocab
 
 if TYPE_CHECKING:
     from bateleur.eagle.vocab_shard import VocabShard
@@ -210,15 +210,12 @@ class Head(Protocol):
         ...
 
 
-@runtime_checkable
-class SharedHead(Head, Protocol):
-    """A head whose logits may cover only a shard of the vocabulary. shard: None for the whole vocabulary."""
-
-    shard: VocabShard | None
+def shard_of(head: Head) -> VocabShard | None:
+    """Return the vocabulary shard of a head's logits; None for the whole vocabulary, or a head without `shard`."""
+    return getattr(head, "shard", None)
 
 
-def lanes_of(head: Head, device: torch.device) -> Lanes:
-    """Return the hashed token ids ("lanes") of a head's logits, for keyed noise."""
-    if isinstance(head, SharedHead) and head.shard is not None:
-        return Lanes.of(head.shard, device)
-    return Lanes.of(head.spec.vocab_size if head.target_ids is None else head.target_ids, device)
+def vocab_of(head: Head, device: torch.device) -> HashedVocab:
+    """Return the hashed token ids of a head's logits, for keyed noise."""
+    shard, size = shard_of(head), head.spec.vocab_size
+    return HashedVocab.of(shard or (size if head.target_ids is None else head.target_ids), device)

@@ -19,7 +19,7 @@ from triton.language.extra import libdevice
 from bateleur.eagle.draw import SampledTokens
 from bateleur.eagle.kernels.penalties import NATIVE, arguments, penalised, penalties_of
 from bateleur.eagle.kernels.truncation import truncation_thresholds
-from bateleur.eagle.noise import Keys, Lanes, Role, names
+from bateleur.eagle.noise import HashedVocab, Keys, Role, names
 from bateleur.eagle.rules import Drafts, RejectionOutput, Rows
 from bateleur.eagle.sampling_metadata import SamplingMetadata
 
@@ -74,15 +74,15 @@ def draw_kernel(
     logits_ptr, words_ptr, starts_ptr, seeds_ptr, positions_ptr, temperature_ptr, best_ptr, token_ptr,
     sampling_ptr, least_ptr, last_ptr, logits_row, size, share, temperature_step,
     values_ptr, owners_ptr, counts_ptr, prompts_ptr, before_ptr, num_before,
-    BLOCK: tl.constexpr, LAW: tl.constexpr, TRUNCATION: tl.constexpr, SINGLE: tl.constexpr, KIND: tl.constexpr,
+    BLOCK: tl.constexpr, DIVIDE: tl.constexpr, TRUNCATION: tl.constexpr, SINGLE: tl.constexpr, KIND: tl.constexpr,
 ):  # fmt: skip
     """Sample each logit row by Gumbel-max: the first maximum of each share of the row, NaN if the share holds one.
 
     Grid (requests, logit rows of a request, shares of a row).
 
-    LAW: divide logits by their row's temperature. TRUNCATION: leave out logits below the row's threshold (`least_ptr`,
-    `last_ptr`). SINGLE: every request has one row, and `starts_ptr` is not read. KIND: kind of penalties, see
-    `penalties_of`.
+    DIVIDE: divide logits by their row's temperature. TRUNCATION: leave out logits below the row's threshold
+    (`least_ptr`, `last_ptr`). SINGLE: every request has one row, and `starts_ptr` is not read. KIND: kind of
+    penalties, see `penalties_of`.
 
     Occupancy on sm_90: at least 24 blocks per SM.
     """
@@ -98,7 +98,7 @@ def draw_kernel(
     noisy = tl.load(temperature_ptr + request * temperature_step) > 0
     low, high = row_words(tl.load(seeds_ptr + request), tl.load(positions_ptr + request) + row_of_request)
     best, token, broken = float("-inf"), 0, 0
-    if LAW:
+    if DIVIDE:
         temperature = tl.where(noisy, tl.load(sampling_ptr + row * 4), 1.0)
     if TRUNCATION:
         least, last = tl.load(least_ptr + row), tl.load(last_ptr + row)
@@ -108,7 +108,7 @@ def draw_kernel(
         lane_L = start + tl.arange(0, BLOCK)
         logits_L = tl.load(row_ptr + lane_L, mask=lane_L < stop, other=float("-inf")).to(tl.float32)
         logits_L = penalised(logits_L, lane_L, stop, penalties, KIND)
-        if LAW:
+        if DIVIDE:
             logits_L = tl.div_rn(logits_L, tl.zeros_like(logits_L) + temperature)
         if TRUNCATION:
             dropped_L = (logits_L < least) | ((logits_L == least) & (lane_L > last))
@@ -203,7 +203,7 @@ def coupled(
     logits: Tensor,
     drafts: Drafts,
     rows: Rows,
-    lanes: Lanes | None,
+    vocab: HashedVocab | None,
     *,
     greedy: bool = False,
     metadata: SamplingMetadata | None = None,
@@ -213,23 +213,23 @@ def coupled(
     Logits are contiguous in their last dimension, float32 or narrower, with at least one row. Greedy rows are detected
     on the device. Two launches, and the four of `truncation_thresholds` before them if rows truncate.
     """
-    return _launch(logits, drafts.tokens.contiguous(), rows, lanes, metadata)
+    return _launch(logits, drafts.tokens.contiguous(), rows, vocab, metadata)
 
 
-def sample(logits: Tensor, metadata: SamplingMetadata, keys: Keys, role: Role, lanes: Lanes) -> SampledTokens:
+def sample(logits: Tensor, metadata: SamplingMetadata, keys: Keys, role: Role, vocab: HashedVocab) -> SampledTokens:
     """Sample one token per row, as `bateleur.eagle.sample`; computed like a verification without drafts."""
-    return _of_singles(logits, _SingleRowRequests(keys.seed, names(keys, role), metadata.temperature), lanes, metadata)
+    return _of_singles(logits, _SingleRowRequests(keys.seed, names(keys, role), metadata.temperature), vocab, metadata)
 
 
-def draw(logits: Tensor, temperature: Tensor, keys: Keys, role: Role, lanes: Lanes) -> SampledTokens:
+def draw(logits: Tensor, temperature: Tensor, keys: Keys, role: Role, vocab: HashedVocab) -> SampledTokens:
     """Sample one token per row in two launches, as `bateleur.eagle.draw`."""
-    return _of_singles(logits, _SingleRowRequests(keys.seed, names(keys, role), temperature), lanes, None)
+    return _of_singles(logits, _SingleRowRequests(keys.seed, names(keys, role), temperature), vocab, None)
 
 
 def _of_singles(
-    logits: Tensor, rows: _SingleRowRequests, lanes: Lanes, metadata: SamplingMetadata | None
+    logits: Tensor, rows: _SingleRowRequests, vocab: HashedVocab, metadata: SamplingMetadata | None
 ) -> SampledTokens:
-    output = _launch(logits, rows.seeds.new_empty(len(logits), 0), rows, lanes, metadata)
+    output = _launch(logits, rows.seeds.new_empty(len(logits), 0), rows, vocab, metadata)
     return SampledTokens(output.tokens[:, 0], output.bad)
 
 
@@ -247,13 +247,13 @@ def _launch(
     logits: Tensor,
     drafts: Tensor,
     rows: Rows | _SingleRowRequests,
-    lanes: Lanes | None,
+    vocab: HashedVocab | None,
     metadata: SamplingMetadata | None,
 ) -> RejectionOutput:
     if logits.stride(1) != 1:
         raise ValueError(f"logits: strides {logits.stride()} must be dense in the last dimension")
     (num_reqs, num_drafts), size, device = drafts.shape, logits.shape[1], logits.device
-    words = (Lanes.of(size, device) if lanes is None else lanes).words
+    words = (HashedVocab.of(size, device) if vocab is None else vocab).hashes
     rows_per_request, penalties = num_drafts + 1, None if metadata is None else metadata.penalties
     of_penalties, kind = arguments(penalties, logits)
     options, share = tile_options(size, num_reqs * rows_per_request, kind)
@@ -275,7 +275,7 @@ def _launch(
     draw_kernel[(num_reqs, rows_per_request, shares)](
         logits, words, starts, seeds, first, rows.temperature, best, token, values, least, last,
         logits.stride(0), size, share, rows.temperature.stride(0), *of_penalties,
-        LAW=metadata is not None, TRUNCATION=truncates, SINGLE=single, **options,
+        DIVIDE=metadata is not None, TRUNCATION=truncates, SINGLE=single, **options,
     )  # fmt: skip
     emit_kernel[(num_reqs,)](
         best, token, starts, drafts, out, emitted, bad, num_drafts, num_drafts, shares,

@@ -1,5 +1,5 @@
 """Triton kernels for one vocabulary shard, one launch each: histogram of a digit of the logits, last kept token equal
-to the threshold (tie), and best token. The communication between ranks is in `shard_truncation` and `shard_sampling`.
+to the threshold (tie), and best token. The communication between ranks is in `shard_truncation` and `sample`.
 
 Ranks do not use the kernels of `truncation`. Those search a row again if its bracket is wrong, which a program
 decides on the device. Ranks would have to exchange sums again, and the collectives of a step are fixed.
@@ -110,15 +110,15 @@ def last_tie_rows(scaled: Tensor, least: Tensor, kept: Tensor, own: Tensor) -> T
 def perturbed_max_rows(
     logits: Tensor,
     values: Tensor,
-    least: Tensor | None,
-    last: Tensor | None,
-    words: Tensor,
+    hashes: Tensor,
     seeds: Tensor,
     name: Tensor,
+    least: Tensor | None = None,
+    last: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the largest perturbed logit of each row in the shard, (N,) float32, and its index, (N,) int64.
 
-    Arguments as of `shard_sampling._perturbed_max`.
+    Arguments as of `sample._perturbed_max`.
     """
     num_rows, size = logits.shape
     of_penalties, kind = arguments(None, logits)
@@ -129,9 +129,9 @@ def perturbed_max_rows(
     values, truncates = values.contiguous(), least is not None and last is not None
     kept = (least.contiguous(), last.contiguous()) if least is not None and last is not None else (best, best)
     draw_kernel[(num_rows, 1, shares)](
-        logits, words, seeds, seeds.contiguous(), name.contiguous(), values, best, token, values, *kept,
+        logits, hashes, seeds, seeds.contiguous(), name.contiguous(), values, best, token, values, *kept,
         logits.stride(0), size, share, values.stride(0), *of_penalties,
-        LAW=True, TRUNCATION=truncates, SINGLE=True, **options | {"KIND": kind},
+        DIVIDE=True, TRUNCATION=truncates, SINGLE=True, **options | {"KIND": kind},
     )  # fmt: skip
     top = best.max(-1)
     return top.values, token.gather(1, top.indices.unsqueeze(1)).squeeze(1).long()

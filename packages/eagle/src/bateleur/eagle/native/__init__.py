@@ -24,7 +24,7 @@ def draw_rows(logits: Tensor, values: Tensor, words: Tensor, seeds: Tensor, name
 
     The id is -2 in a row that C cannot decide without its full processed logits.
 
-    values: (N, 4) float32, see `SamplingMetadata`. words: (V,) int32, see `Lanes`. seeds, names: (N,) int64, see
+    values: (N, 4) float32, see `SamplingMetadata`. words: (V,) int32, see `HashedVocab`. seeds, names: (N,) int64, see
         `noise.names`.
     """
     tokens, bad = _empty(logits)

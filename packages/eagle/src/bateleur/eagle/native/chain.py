@@ -16,7 +16,7 @@ from bateleur.eagle.drafter import DraftContext
 from bateleur.eagle.heads.eagle3 import Eagle3Head
 from bateleur.eagle.heads.layers import RMSNorm
 from bateleur.eagle.heads.spec import CallableInC, CProduct
-from bateleur.eagle.noise import Lanes
+from bateleur.eagle.noise import HashedVocab
 from bateleur.eagle.rules import Rule
 from bateleur.metadata.native import Kernel, kernels, unavailable_reason
 from bateleur.metadata.native.structs import Struct, fields
@@ -128,7 +128,7 @@ class NativeChain:
         spec, layer, first = head.spec, head.first.layer, head.first
         cos, sin = head.turns or (None, None)
         assert cos is None or len(cos) >= positions
-        lanes = Lanes.of(spec.vocab_size if head.target_ids is None else head.target_ids, torch.device("cpu"))
+        lanes = HashedVocab.of(spec.vocab_size if head.target_ids is None else head.target_ids, torch.device("cpu"))
         norms = [norm.weight.data_ptr() for norm in head.tap_norms]
         tap_norms = (ctypes.c_int64 * len(norms))(*norms)
         self._held += [cos, sin, lanes, tap_norms]
@@ -146,7 +146,7 @@ class NativeChain:
             cos=cos,
             sin=sin,
             target_ids=head.target_ids,
-            words=lanes.words,
+            words=lanes.hashes,
             k_cache=cache.kv[0][0],
             v_cache=cache.kv[0][1],
             hidden=spec.hidden_size,

@@ -13,7 +13,7 @@ import torch
 
 from bateleur.cudagraph import BatchExecutionDescriptor, Coverage, CudagraphDispatcher, CudaGraphMode, UnpaddedBatch
 from bateleur.eagle import Rule
-from bateleur.eagle.full_proposal import can_follow
+from bateleur.eagle.passes import refreshes_in_graph
 from bateleur.mamba import MambaMetadataBuilder
 from bateleur.runner.cache.workspace import graph_bytes
 from bateleur.runner.checkpoint.open import open_checkpoint, resolve_dtype
@@ -106,7 +106,7 @@ def describe_graphs(path: str | Path, **options: Any) -> GraphFacts:
     largest = max((key.num_tokens for key in plan.keys), default=0)
     shared = graph_bytes(empty_model(config, checkpoint, dtype), limits, largest)
     facts = GraphFacts(plan, tuple(notes), decode, Coverage.of(1, prompts), sample_graph_keys(plan.keys), nbytes=shared)
-    if config.speculative.draft in (None, NGRAM) or not can_follow(backend.builder()):
+    if config.speculative.draft in (None, NGRAM) or not refreshes_in_graph(backend.builder()):
         return facts
     return replace(facts, proposals=proposal_keys(plan.keys, [length - 1 for length in query_lens]))
 

@@ -133,10 +133,10 @@ class ModelRunner:
     def _capture_proposals(self, drafter: Drafter, numbers: Sequence[int]) -> ProposalGraphs | None:
         """Capture graphs that propose these numbers of drafts after decode steps in graphs; None if not possible."""
         forward = self.graphs.manager
-        if not isinstance(drafter, EagleSpeculator) or drafter.whole is None or self.ends.graphs is None:
+        if not isinstance(drafter, EagleSpeculator) or not drafter.fuses_proposals or self.ends.graphs is None:
             return None
         assert forward is not None
-        graphs = ProposalGraphs(forward, self.setup.graphs, drafter, drafter.whole, self.rejection_sampler, numbers)
+        graphs = ProposalGraphs(forward, self.setup.graphs, drafter, self.rejection_sampler, numbers)
         graphs.capture()
         keep_common_graphs(graphs.manager, self.model.peers)
         return graphs

@@ -184,7 +184,7 @@ class GraphDispatcher:
         if self.manager is None or not self.manager.states or drafter.decode is None:
             return
         states = self.manager.states
-        keys = [key for key in states if drafter.whole is None or key.uniform_query_len is None]
+        keys = [key for key in states if not drafter.fuses_proposals or key.uniform_query_len is None]
         drafter.capture(states, keys=keys, keep_going=True)
         for manager in (drafter.prefill, drafter.decode):
             if manager is not None:

@@ -328,7 +328,7 @@ class RejectionSampler:
             Drafts(drafts_SK.contiguous(), distribution),
             Rows(starts, self.rows.seeds[:count], positions_S, temperature_S),
             rule=self.rule,
-            lanes=self.sampler.lanes,
+            vocab=self.sampler.vocab,
             greedy=metadata is None,
             metadata=metadata,
         )
@@ -370,7 +370,7 @@ def draw(sampler: Sampler, processed: ProcessedLogits, seeds_S: Tensor, position
     """
     if processed.metadata is None:
         return argmax(processed.logits, sampler.shard)
-    return sample(processed.logits, processed.metadata, Keys(seeds_S, positions_S), lanes=sampler.lanes)
+    return sample(processed.logits, processed.metadata, Keys(seeds_S, positions_S), vocab=sampler.vocab)
 
 
 def _pack(emitted: RejectionOutput, bad: Tensor, drafts: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from bateleur.eagle import Lanes, Penalties, SamplingMetadata, VocabShard
+from bateleur.eagle import HashedVocab, Penalties, SamplingMetadata, VocabShard
 from bateleur.runner.sampling.logprobs import Logprobs, logprobs_of
 from bateleur.runner.sampling.token_rules import TokenRules
 from bateleur.runner.sampling_params import SamplingParams
@@ -61,7 +61,7 @@ class Sampler:
         self.vocab_size = vocab_size
         self.shard = shard
         self._tokens = (0, vocab_size) if shard is None else (shard.first, shard.end)
-        self.lanes = Lanes.of(vocab_size if shard is None else shard, self._device)
+        self.vocab = HashedVocab.of(vocab_size if shard is None else shard, self._device)
         self._rules = TokenRules(max_rows, vocab_size, self._device, shard)
         # Parameters are on the host; a step sends those of its rows if they have changed.
         self._values = np.tile(_NEUTRAL, (max_rows, 1))

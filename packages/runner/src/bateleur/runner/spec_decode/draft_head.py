@@ -12,7 +12,7 @@ from torch import Tensor
 from bateleur.cudagraph.backends import get_backend
 from bateleur.eagle import DraftCache, DraftGraphs, EagleSpeculator, Rule
 from bateleur.eagle.heads import Head, LoadReport, TargetInfo, load_head
-from bateleur.eagle.heads.spec import SharedHead
+from bateleur.eagle.heads.spec import shard_of
 from bateleur.metadata import AttentionBackend, KVCacheGroup
 from bateleur.runner.assets import shipped_draft
 from bateleur.runner.cache.costs import DraftCosts
@@ -135,11 +135,11 @@ class DraftHead:
     def costs(self, dtype: torch.dtype, rule: Rule) -> DraftCosts:
         """Return the memory of the head per running request, with caches in `dtype`."""
         spec = self.head.spec
-        shard = self.head.shard if isinstance(self.head, SharedHead) else None
-        lanes = spec.draft_vocab_size if shard is None else shard.widest  # equal on all ranks
+        shard = shard_of(self.head)
+        width = spec.draft_vocab_size if shard is None else shard.widest  # equal on all ranks
         return DraftCosts(
             token_bytes=2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * dtype.itemsize,
-            logits_bytes=0 if rule is Rule.COUPLED else lanes * torch.float32.itemsize,
+            logits_bytes=0 if rule is Rule.COUPLED else width * torch.float32.itemsize,
         )
 
     def speculator(

@@ -29,7 +29,7 @@ from bateleur.cudagraph import (
 )
 from bateleur.cudagraph.backends import get_backend
 from bateleur.eagle import DraftContext, Drafter, EagleSpeculator
-from bateleur.eagle.full_proposal import FullProposal, FullProposalState
+from bateleur.eagle.passes import ProposalPasses
 from bateleur.runner.config.graph_options import GraphOptions
 from bateleur.runner.models import StepContext
 from bateleur.runner.sampling.rejection_sampler import TRUNCATED, RejectionSampler
@@ -44,7 +44,7 @@ class ProposalState:
     context: StepContext
     features: tuple[Tensor, ...]
     """As of `DraftContext`, in the output buffers of the forward pass's graph."""
-    passes: FullProposalState
+    passes: ProposalPasses
 
     def staged(self, key: BatchExecutionDescriptor, generation: int) -> StagedBatch[ProposalState]:
         """Return this state as a staged batch for graph `key`. generation: see `ProposalSteps.generation`."""
@@ -54,17 +54,14 @@ class ProposalState:
 class ProposalSteps:
     """Stages proposals after dummy and random steps, for capture and checks."""
 
-    def __init__(
-        self, forward: Forward, sampler: RejectionSampler, drafter: EagleSpeculator, whole: FullProposal
-    ) -> None:
-        self._forward, self._sampler, self._rows = forward, sampler, sampler.rows
-        self._drafter, self._whole = drafter, whole
+    def __init__(self, forward: Forward, sampler: RejectionSampler, drafter: EagleSpeculator) -> None:
+        self._forward, self._sampler, self._rows, self._drafter = forward, sampler, sampler.rows, drafter
         self._forward_states: CapturedStateProducer[StepContext] = CapturedStateProducer(forward.states)
 
     @property
     def generation(self) -> int:
         """How often the step's buffers and the metadata of the draft passes have been staged."""
-        return self._forward_states.generation + self._whole.generation
+        return self._forward_states.generation + self._drafter.steps.generation
 
     def stage(self, key: BatchExecutionDescriptor, phase: Phase) -> StagedBatch[ProposalState]:
         """Replay the forward pass of a dummy batch, and stage the proposal after it."""
@@ -87,20 +84,20 @@ class ProposalSteps:
         emitted[np.arange(width) >= num_valid[:, None]] = -1
         device = self._sampler.device
         self._rows.emit(torch.from_numpy(emitted).to(device), torch.from_numpy(num_valid).to(device))
-        self._whole.fuzz(forward_step.state, seed)
+        self._drafter.fuzz_proposal(forward_step.state, seed)
         return self._behind(key, forward_step.state, outputs, Phase.RUN)
 
     def _behind(
         self, key: BatchExecutionDescriptor, context: StepContext, outputs: tuple[Tensor, ...], phase: Phase
     ) -> StagedBatch[ProposalState]:
         hidden, *taps = outputs
-        passes = self._whole.stage(context, int(key.variant[0]), phase)
+        passes = self._drafter.stage_proposal(context, int(key.variant[0]), phase)
         features = features_of(self._drafter, hidden, taps)
         return ProposalState(context, features, passes).staged(key, self.generation)
 
     def addresses(self) -> Mapping[str, int]:
         """Addresses of the buffers of the step, the sampler and the drafter, by name."""
-        books = {"end": self._rows.addresses(), "draft": self._whole.addresses()}
+        books = {"end": self._rows.addresses(), "draft": self._drafter.steps.addresses()}
         own = {f"{owner}.{name}": address for owner, book in books.items() for name, address in book.items()}
         return {**self._forward_states.addresses(), **own}
 
@@ -108,7 +105,7 @@ class ProposalSteps:
         """Fill the buffers of the step, the sampler and the drafter with invalid values, so that a stale read shows."""
         self._forward_states.poison()
         self._rows.poison()
-        self._whole.poison()
+        self._drafter.steps.poison()
 
 
 def features_of(drafter: Drafter, hidden: Tensor, taps: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -132,13 +129,12 @@ class ProposalGraphs:
         forward: Forward,
         options: GraphOptions,
         drafter: EagleSpeculator,
-        whole: FullProposal,
         sampler: RejectionSampler,
         numbers: Sequence[int],
     ) -> None:
         """Plan a graph for each `forward` graph with equal query lengths and each of these numbers of drafts."""
         self._forward, self._sampler, self._rows = forward, sampler, sampler.rows
-        self._drafter, self._whole, self._numbers = drafter, whole, sorted(numbers)
+        self._drafter, self._numbers = drafter, sorted(numbers)
         keys = proposal_keys([key for key in forward.dispatcher.keys if key in forward.ready], self._numbers)
         # The plan makes no decision: a proposal runs on the key of its forward pass.
         plan = CudagraphDispatcher(CudaGraphMode.FULL, keys, MappingProxyType({}))
@@ -149,7 +145,7 @@ class ProposalGraphs:
         """Capture all graphs. A key whose capture fails runs eagerly from then on, with a warning."""
         if not self.manager.dispatcher.keys:
             return
-        steps = ProposalSteps(self._forward, self._sampler, self._drafter, self._whole)
+        steps = ProposalSteps(self._forward, self._sampler, self._drafter)
         with torch.inference_mode():
             self.manager.capture(steps, self._body, keep_going=True)
         for failure in self.manager.report.failures:
@@ -171,10 +167,9 @@ class ProposalGraphs:
     ) -> None:
         """Propose drafts for the staged step by a graph, and store them. Raises ReplayFailed if the graph failed."""
         batch = staged.state.batch
-        passes = self._whole.stage(staged.state, int(key.variant[0]))
-        generation = staged.generation + self._whole.generation
+        passes = self._drafter.stage_proposal(staged.state, int(key.variant[0]))
+        generation = staged.generation + self._drafter.steps.generation
         self.manager.replay(key, ProposalState(staged.state, features, passes).staged(key, generation))
-        self._whole.ran(batch.num_reqs)
         decision = DispatchDecision(
             key,
             DispatchReason.DECODE,
@@ -217,6 +212,6 @@ class ProposalGraphs:
             num_drafts=int(execution.key.variant[0]),
             key=execution.key,
         )
-        drafts_NK = self._whole.record(execution.key, state.passes, context)
+        drafts_NK = self._drafter.record_proposal(execution.key, state.passes, context)
         rows.keep(own_N, next_token_N, drafts_NK)
         return drafts_NK
