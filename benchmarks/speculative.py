@@ -150,7 +150,7 @@ def weights_read(llm: LLM, drafts: float) -> float:
     drafter, model = llm.engine.setup.drafter, llm.engine.model
     assert isinstance(drafter, DraftHead)
     head: Any = drafter.head
-    layer = head.first.layer
+    layer = head.layers[0]
     each = [layer.attention.qkv_proj, layer.attention.o_proj, layer.mlp.up_proj, layer.mlp.down_proj]
     own = drafts * sum(map(kept_bytes, [*each, head.vocabulary.output])) + kept_bytes(head.fc)
     return 1 + own / sum(map(kept_bytes, model.projections))

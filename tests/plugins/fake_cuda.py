@@ -49,7 +49,7 @@ from triton.runtime.jit import JITFunction
 from bateleur.cudagraph.backends.base import CapturedBody
 from bateleur.eagle import TargetNeeds
 from bateleur.eagle.heads import Head, HeadSpec, LoadReport, TargetInfo
-from bateleur.eagle.heads.eagle3 import Eagle3Head
+from bateleur.eagle.heads.eagle import Eagle3Head
 from bateleur.eagle.heads.layers import Vocabulary
 from bateleur.eagle.heads.spec import Rope
 from bateleur.eagle.heads.weights import Weights
@@ -524,7 +524,7 @@ def blank_head(spec: HeadSpec) -> Callable[..., tuple[Head, LoadReport]]:
     ) -> tuple[Head, LoadReport]:
         weights = _Blank(dtype, device)
         lm_head = weights.take("lm_head.weight", spec.draft_vocab_size, spec.hidden_size)
-        vocabulary = Vocabulary(target.embedding, weights.project(lm_head, None), lm_head.dtype, weights.dtype)
+        vocabulary = Vocabulary(target.embedding, weights.project(lm_head, None), lm_head.dtype)
         target_ids = torch.arange(spec.draft_vocab_size, device=device) * 2
         report = LoadReport(Path(path), "eagle", spec.kind, (), (), ())
         return Eagle3Head(spec, weights, vocabulary, target_ids), report

@@ -28,29 +28,27 @@ from bateleur.eagle.rules import Coupled, DraftDistribution, Drafts, Logits, One
 from bateleur.eagle.sample import sample
 from bateleur.eagle.sampling_metadata import SamplingMetadata
 from bateleur.eagle.stats import AcceptanceEstimates, AcceptStats
+from bateleur.eagle.vocab_shard import ShardCollectives, VocabShard
 
 if TYPE_CHECKING:
     from bateleur.eagle.cache import DraftCache
     from bateleur.eagle.managers import DecodeEagleCudaGraphManager, DraftGraphs, PrefillEagleCudaGraphManager
     from bateleur.eagle.speculator import EagleSpeculator
-    from bateleur.eagle.vocab_shard import ShardCollectives, VocabShard
 
 _LAZY = {
     "DecodeEagleCudaGraphManager": "managers",
     "DraftCache": "cache",
     "DraftGraphs": "managers",
     "EagleSpeculator": "speculator",
-    "ShardCollectives": "vocab_shard",
-    "VocabShard": "vocab_shard",
     "PrefillEagleCudaGraphManager": "managers",
 }
-"""Names that are imported at first use: they need graphs, heads, several ranks or C; noise and verification do not."""
+"""Modules of names that are imported at first use, because they need graphs and heads."""
 
 
 def __getattr__(name: str) -> Any:
-    if name in _LAZY:
-        return getattr(import_module(f"bateleur.eagle.{_LAZY[name]}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"bateleur.eagle.{_LAZY[name]}"), name)
 
 
 __all__ = [

@@ -8,7 +8,7 @@ logits.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,9 +28,7 @@ from bateleur.eagle.rules import (
     Rule,
     apply_temperature,
 )
-
-if TYPE_CHECKING:
-    from bateleur.eagle.vocab_shard import VocabShard
+from bateleur.eagle.vocab_shard import VocabShard
 
 _LEAST = 1e-30
 """Below any probability of a drawn token. Divisors are clamped to it so that float32 does not overflow."""

@@ -56,7 +56,6 @@ class _Choice:
         return self.drafts if self.trial is None else not self.drafts
 
     def observe(self, seconds: float, num_tokens: int) -> None:
-        """Record the time and emitted tokens of a step, with the current choice or with the other one in a trial."""
         if self.trial is None:
             self.current.add(seconds, num_tokens)
             if self.current.num_steps >= SETTLE_STEPS + self.wait:
@@ -96,9 +95,7 @@ class AdaptiveDrafts:
         self._choices: dict[tuple[int, bool], _Choice] = {}
 
     def lengths(self, rows: PolicyRows) -> I32Array:
-        """Return the number of drafts of each request, (R,) int32: `num_drafts`, at most the request's `max_drafts`,
-        or 0.
-        """
+        """Return the number of drafts of each request, (R,) int32: `num_drafts` capped at its `max_drafts`, or 0."""
         number = self.num_drafts if self._choice(len(rows), rows.greedy).runs_drafts else 0
         return np.minimum(number, rows.max_drafts).astype(np.int32)
 
@@ -107,9 +104,7 @@ class AdaptiveDrafts:
         return (0, min(self.num_drafts, max_drafts))
 
     def observe(self, step: StepTime) -> None:
-        """Record the time of a step that ended. Ignores steps with prompt tokens, and steps with another number of
-        drafts than the current choice.
-        """
+        """Record the time of a step that ended, unless it had prompt tokens or another number of drafts than chosen."""
         choice = self._choice(step.num_rows, step.greedy)
         expected = self.num_drafts * step.num_rows if choice.runs_drafts else 0
         if step.num_other_tokens or abs(step.num_drafts - expected) > 0.1 * expected:

@@ -33,12 +33,11 @@ class DraftCache:
             raise ValueError(f"group is {self.group}; there are {len(self.groups)} KV groups")
         if not self.blocks.has_slots:
             raise ValueError(f"group {self.group} stores no tokens; a draft's keys need a group with slots")
+        size = self.blocks.block_size
         for layer, pair in enumerate(self.kv):
             for cache in pair:
-                if cache.shape[1] != self.blocks.block_size:
-                    raise ValueError(
-                        f"kv[{layer}] has blocks of {cache.shape[1]} tokens; the group has {self.blocks.block_size}"
-                    )
+                if cache.shape[1] != size:
+                    raise ValueError(f"kv[{layer}] has blocks of {cache.shape[1]} tokens; the group has {size}")
 
     @property
     def blocks(self) -> KVCacheGroup:
@@ -47,16 +46,16 @@ class DraftCache:
 
     def require_room(self, spec: HeadSpec, limits: BatchLimits, num_drafts: int) -> None:
         """Raise `ValueError` unless the cache can hold `num_drafts` drafts of a head for requests within `limits`."""
-        blocks = self.blocks
+        blocks, name = self.blocks, f"groups[{self.group}]"
         if blocks.max_blocks * blocks.block_size < limits.max_model_len:
             raise ValueError(
-                f"groups[{self.group}]: {blocks.max_blocks} blocks of {blocks.block_size} tokens hold fewer than "
-                f"max_model_len {limits.max_model_len}"
+                f"{name}: {blocks.max_blocks} blocks of {blocks.block_size} tokens hold fewer than max_model_len "
+                f"{limits.max_model_len}"
             )
         if blocks.lookahead_tokens < num_drafts - 1:
             raise ValueError(
-                f"groups[{self.group}]: lookahead_tokens is {blocks.lookahead_tokens}; {num_drafts} drafts are stored "
-                f"up to {num_drafts - 1} tokens after the step"
+                f"{name}: lookahead_tokens is {blocks.lookahead_tokens}; {num_drafts} drafts are stored up to "
+                f"{num_drafts - 1} tokens after the step"
             )
         if len(self.kv) != spec.num_layers:
             raise ValueError(f"kv has {len(self.kv)} layers; the head has {spec.num_layers}")

@@ -5,17 +5,15 @@ Legend for shapes: R rows of logits, V vocabulary.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.library import Library
 
 from bateleur.eagle.noise import HashedVocab, Keys, Role, gumbel
+from bateleur.eagle.vocab_shard import VocabShard
 from bateleur.metadata.dispatch import Implementations, define_op
-
-if TYPE_CHECKING:
-    from bateleur.eagle.vocab_shard import VocabShard
 
 _library = Library("bateleur", "FRAGMENT")
 

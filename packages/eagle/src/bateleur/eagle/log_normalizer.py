@@ -8,13 +8,12 @@ Legend for shapes: N logit rows, V vocabulary.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from bateleur.eagle.vocab_shard import VocabShard
+from bateleur.eagle.vocab_shard import VocabShard
 
 _FINEST = 60
 

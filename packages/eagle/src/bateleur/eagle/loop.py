@@ -15,8 +15,8 @@ from torch import Tensor
 
 from bateleur.eagle.draw import draw
 from bateleur.eagle.heads.dense import DenseAttend
-from bateleur.eagle.heads.spec import Head
-from bateleur.eagle.noise import HashedVocab, Keys
+from bateleur.eagle.heads.spec import Head, vocab_of
+from bateleur.eagle.noise import Keys
 from bateleur.eagle.rejection_sampler import draw_draft, verify
 from bateleur.eagle.rules import Coupled, Drafts, Logits, OneHot, Rows, Rule, apply_temperature
 
@@ -144,8 +144,7 @@ class _Proposer:
         self._drafter, self._num_drafts, self._rule = drafter, num_drafts, rule
         self._seeds, self._temperature = seeds, temperature
         if isinstance(drafter, Head):
-            ids = drafter.spec.vocab_size if drafter.target_ids is None else drafter.target_ids
-            self._vocab, self._attend = HashedVocab.of(ids, seeds.device), DenseAttend(drafter.spec)
+            self._vocab, self._attend = vocab_of(drafter, seeds.device), DenseAttend(drafter.spec)
 
     def __call__(self, tokens: list[int], features: Sequence[Tensor]) -> Drafts:
         """Return drafts for the tokens after `tokens`.
@@ -208,10 +207,8 @@ def _held(target: Function | CachedTarget) -> CachedTarget:
 
 def _noise(request: Request, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return seed and temperature of a request, (1,) each."""
-    return (
-        torch.tensor([request.seed], device=device),
-        torch.tensor([request.temperature], dtype=torch.float32, device=device),
-    )
+    temperature = torch.tensor([request.temperature], dtype=torch.float32, device=device)
+    return torch.tensor([request.seed], device=device), temperature
 
 
 def _require_sound(bad: Tensor, position: int) -> None:

@@ -90,8 +90,8 @@ class StepTime:
 
 @runtime_checkable
 class ObservingPolicy(DraftPolicy, Protocol):
-    """A policy that gets the time of every step. An engine's tokens must not depend on these times: under COUPLED they
-    do not, under RATIO and BLOCK their distribution does not.
+    """A policy that gets the time of every step. The times change no token under COUPLED, and no distribution under
+    RATIO and BLOCK.
     """
 
     def observe(self, step: StepTime) -> None:
@@ -141,9 +141,7 @@ class ByBatchSize:
         return _capped(self.num_drafts[size], rows)
 
     def draft_counts(self, max_drafts: int) -> Collection[int]:
-        """Return the possible numbers of drafts a request: the values of the mapping `num_drafts`, capped at
-        `max_drafts`.
-        """
+        """Return the possible numbers of drafts a request: those of the mapping, capped at `max_drafts`."""
         return [min(number, max_drafts) for number in self.num_drafts.values()]
 
 
@@ -170,8 +168,7 @@ class StepCost:
         """Return the time in seconds, (n,) float64, of steps of `num_tokens` (n,) tokens."""
         index = np.searchsorted(self.sizes, num_tokens).clip(max=len(self.sizes) - 1)
         beyond = np.maximum(num_tokens / self.sizes[-1], 1.0)
-        seconds: FloatArray = self.seconds[index] * beyond
-        return seconds
+        return np.asarray(self.seconds[index] * beyond)
 
 
 class BySurvival:
@@ -198,7 +195,8 @@ class BySurvival:
         """
         if draft_cost < 0:
             raise ValueError(f"draft_cost={draft_cost} must not be negative")
-        require_steps("probe_every", probe_every)
+        if probe_every is not None and probe_every < 1:
+            raise ValueError(f"probe_every={probe_every} must be at least 1, or None")
         self._cost, self._draft_cost = cost, draft_cost
         self._uniform, self._probe_every = uniform, probe_every
         self._idle = np.zeros(0, np.int64)  # steps since the last probe, by row of the request table
@@ -236,8 +234,7 @@ class BySurvival:
         gain = np.concatenate([[0.0], (survival_RK * allowed_RK).sum(0).cumsum()])
         cost = self._cost(num_rows * (1 + drafts) + others) + self._draft_cost * drafts
         shortest_best = int(((num_rows + gain) / cost).argmax())
-        lengths: IntArray = np.minimum(shortest_best, allowed_RK.sum(1))
-        return lengths
+        return np.asarray(np.minimum(shortest_best, allowed_RK.sum(1)))
 
     def _probed(self, lengths: I32Array, rows: PolicyRows, probe_every: int) -> I32Array:
         missing = int(rows.rows.max()) + 1 - len(self._idle)
@@ -247,21 +244,13 @@ class BySurvival:
         idle = np.where(more, self._idle[rows.rows] + 1, 0)
         due = idle >= probe_every
         if due.any():
-            if self._uniform:
-                chosen = np.flatnonzero(more)  # the step is padded to it anyway
-            else:
-                longest_first = np.argsort(-idle, kind="stable")
-                chosen = longest_first[: min(int(due.sum()), -(-len(rows) // 8))]
+            chosen = np.flatnonzero(more)  # a uniform step is padded to it anyway
+            if not self._uniform:
+                chosen = np.argsort(-idle, kind="stable")[: min(int(due.sum()), -(-len(rows) // 8))]
             lengths[chosen] += 1
             idle[chosen] = 0
         self._idle[rows.rows] = idle
         return lengths
-
-
-def require_steps(name: str, steps: int | None) -> None:
-    """Raise `ValueError` unless `steps` is at least 1, or None."""
-    if steps is not None and steps < 1:
-        raise ValueError(f"{name}={steps} must be at least 1, or None")
 
 
 def _capped(num_drafts: int, rows: PolicyRows) -> I32Array:
@@ -269,7 +258,4 @@ def _capped(num_drafts: int, rows: PolicyRows) -> I32Array:
 
 
 def _within(values: IntArray | FloatArray, upper: int) -> bool:
-    """Return whether all values are in [0, `upper`]."""
-    if not values.size:
-        return True
-    return bool(np.minimum.reduce(values, None) >= 0 and np.maximum.reduce(values, None) <= upper)
+    return bool(values.min(initial=0) >= 0 and values.max(initial=0) <= upper)

@@ -7,22 +7,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
 from bateleur.eagle.noise import Keys, Role
-
-if TYPE_CHECKING:
-    from bateleur.eagle.vocab_shard import VocabShard
+from bateleur.eagle.vocab_shard import VocabShard
 
 
 @dataclass(frozen=True, slots=True)
 class Coupled:
-    """Drafts of any kind, such as samples with the noise of the target. The rule COUPLED needs no distribution of
-    drafts.
-    """
+    """Drafts of any kind, such as samples with the noise of the target, for the rule COUPLED."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,12 +45,9 @@ class Logits:
     def __post_init__(self) -> None:
         if self.logits.dim() != 3 or not self.logits.is_floating_point():
             raise ValueError(f"logits={self.logits.dtype} {tuple(self.logits.shape)}: must be floating (R, K, Vd)")
-        if self.shard is not None and (
-            self.ids is not None or self.logits.shape[2] != self.shard.end - self.shard.first
-        ):
+        if self.shard is not None and (self.ids is not None or self.logits.shape[2] != self.shard.size):
             raise ValueError(
-                f"logits of a part have its {self.shard.end - self.shard.first} lanes and no ids, "
-                f"got {tuple(self.logits.shape)}"
+                f"logits of a part have its {self.shard.size} lanes and no ids, got {tuple(self.logits.shape)}"
             )
         if self.ids is not None and (self.ids.dtype != torch.int64 or self.ids.shape != self.logits.shape[2:]):
             raise ValueError(
@@ -150,14 +143,10 @@ class Rows:
     temperature: Tensor
 
     def __post_init__(self) -> None:
-        num_reqs = len(self)
-        for name, kind, length in (
-            ("query_start_loc", "int32", num_reqs + 1),
-            ("seeds", "int64", num_reqs),
-            ("first_position", "int64", num_reqs),
-            ("temperature", "floating", num_reqs),
-        ):
+        kinds = {"query_start_loc": "int32", "seeds": "int64", "first_position": "int64", "temperature": "floating"}
+        for name, kind in kinds.items():
             value: Tensor = getattr(self, name)
+            length = len(self) + (name == "query_start_loc")
             sound = value.is_floating_point() if kind == "floating" else value.dtype == getattr(torch, kind)
             if not sound or value.shape != (length,):
                 raise ValueError(f"{name} must be {kind} of shape ({length},), got {value.dtype} {tuple(value.shape)}")
@@ -181,12 +170,6 @@ class RejectionOutput(NamedTuple):
 
 
 def apply_temperature(logits: Tensor, temperature: Tensor) -> Tensor:
-    """Divide logits (R, ...) by the temperature of their row; greedy rows are divided by 1. Used to sample and for
-    acceptance tests.
-    """
-    return logits / temperature_divisor(temperature).view(-1, *[1] * (logits.dim() - 1))
-
-
-def temperature_divisor(temperature: Tensor) -> Tensor:
-    """Return the divisors (R,) of logits: the temperature, or 1 in greedy rows."""
-    return temperature.where(temperature > 0, 1.0)
+    """Divide logits (R, ...) by the temperature of their row; greedy rows are divided by 1."""
+    divisor_R = temperature.where(temperature > 0, 1.0)
+    return logits / divisor_R.view(-1, *[1] * (logits.dim() - 1))

@@ -6,7 +6,6 @@ Legend for shapes: N logit rows, V vocabulary.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -16,10 +15,8 @@ from torch.library import Library
 
 from bateleur.eagle.penalties import Penalties
 from bateleur.eagle.rules import apply_temperature
+from bateleur.eagle.vocab_shard import VocabShard
 from bateleur.metadata.dispatch import Implementations, define_op, load
-
-if TYPE_CHECKING:
-    from bateleur.eagle.vocab_shard import VocabShard
 
 TEMPERATURE, LOG_MIN_P, TOP_K, TOP_P = range(4)
 """Columns of `SamplingMetadata.values`."""

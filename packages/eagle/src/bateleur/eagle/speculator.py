@@ -27,7 +27,7 @@ from bateleur.eagle.cache import DraftCache
 from bateleur.eagle.chain_steps import ChainSteps, bound_of_drafts, stage_dummy
 from bateleur.eagle.drafter import DraftContext, TargetNeeds
 from bateleur.eagle.geometry import stage_first
-from bateleur.eagle.heads.eagle3 import Eagle3Head
+from bateleur.eagle.heads.eagle import Eagle3Head
 from bateleur.eagle.heads.spec import Head
 from bateleur.eagle.managers import (
     DecodeEagleCudaGraphManager,

@@ -26,9 +26,7 @@ class AcceptStats:
         if num_speculative_tokens < 1:
             raise ValueError(f"num_speculative_tokens={num_speculative_tokens} must be at least 1")
         self.num_steps = self.num_plain = self.num_drafts = self.num_accepted = 0
-        self.counted = np.zeros((2, num_speculative_tokens), np.int64)
-        """`tried` and `kept` as one array."""
-        self.tried, self.kept = self.counted
+        self.tried, self.kept = np.zeros((2, num_speculative_tokens), np.int64)
 
     def update(self, num_drafts: IntArray, num_accepted: IntArray) -> None:
         """Add the requests of one step: numbers of verified and accepted drafts, both (R,).
@@ -111,15 +109,11 @@ class AcceptanceEstimates:
         """Return the estimated probability that draft i is accepted if all before it are, (R, K) float64 in (0, 1)."""
         k, seen, strength = self._k, self.seen[rows], self._strength
         common = (self.all_seen[k:] + strength * self._prior) / (self.all_seen[:k] + strength)
-        own: FloatArray = (seen[:, k:] + strength * common) / (seen[:, :k] + strength)
-        return own
+        return np.asarray((seen[:, k:] + strength * common) / (seen[:, :k] + strength))
 
 
 def _reached(k: int, num_drafts: IntArray, num_accepted: IntArray) -> tuple[IntArray, IntArray]:
-    """Return which drafts of each row were reached, and which were accepted, (R, K) int64 each.
-
-    Raises `ValueError` for impossible counts.
-    """
+    """Return which drafts of each row were reached, and which were accepted, (R, K) int64 each."""
     if num_drafts.ndim != 1 or num_drafts.shape != num_accepted.shape:
         raise ValueError(f"num_drafts {num_drafts.shape} and num_accepted {num_accepted.shape} must both be (R,)")
     wrong = (num_accepted < 0) | (num_accepted > num_drafts) | (num_drafts > k)

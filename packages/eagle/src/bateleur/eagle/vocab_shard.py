@@ -19,9 +19,7 @@ _NAN_BITS, _INF_ORDER = 0x7FC00000, 0x7F800000
 
 
 class ShardCollectives(Protocol):
-    """Collective operations of the ranks that share the vocabulary. All ranks call the same ones in the same order,
-    with tensors of the same shape.
-    """
+    """Collective operations of the ranks that share the vocabulary, which all call them in the same order."""
 
     @property
     def rank(self) -> int:
@@ -78,6 +76,11 @@ class VocabShard:
         return self.starts[self.collectives.rank + 1]
 
     @property
+    def size(self) -> int:
+        """Number of tokens of this rank."""
+        return self.end - self.first
+
+    @property
     def widest(self) -> int:
         """The size of the largest shard."""
         return max(end - first for first, end in zip(self.starts, self.starts[1:], strict=False))
@@ -121,18 +124,14 @@ class VocabShard:
         return float_of(self.collectives.max_(order_of(value_N)))
 
     def local_indices(self, token_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the indices of tokens in this shard, int64 (0 if they are in another one), and whether they are in
-        it, bool.
-        """
+        """Return the indices of tokens in this shard, int64 (0 for other tokens), and whether they are in it, bool."""
         index = token_ids - self.first
-        here = (index >= 0) & (index < self.end - self.first)
+        here = (index >= 0) & (index < self.size)
         return index.masked_fill_(~here, 0), here
 
 
 def order_of(x: Tensor) -> Tensor:
-    """Map floats no wider than float32 to int64 numbers of the same order, in the range of int32. Both zeros are
-    equal, and NaN is above inf.
-    """
+    """Map floats to int64 numbers of the same order, in the range of int32. Both zeros are equal; NaN is above inf."""
     x = x.float() + 0.0
     bits = x.view(torch.int32).masked_fill(x.isnan(), _NAN_BITS)
     return bits.bitwise_xor_((bits >> 31).bitwise_and_(0x7FFFFFFF)).long()

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -52,28 +52,30 @@ def check_drafter(
     in one batch, each alone, in another order, with padding that holds NaN, and with fewer drafts than K.
 
     Args:
-        make_drafter: creates a new drafter for an engine, whose `groups`, `limits`, `target` and `backend` it may
-            read.
-            K is at most 8.
+        make_drafter: creates a new drafter, with K at most 8, for an engine, whose `groups`, `limits`, `target` and
+            `backend` it may read.
         reads_device: whether the drafter may wait for the device; for drafters in tests.
         target, engine: target model and engine that the drafter drafts for.
 
     Raises:
         ConformanceError: with every violation found; each starts with the letter of its class. P: shape, dtype or ids
-            of a proposal. N: more drafts than requested. W: inputs are written to. S: it waits for the device.
-            B: drafts depend on the other requests, on their order, or on an earlier request.
-            D: drafts depend on padding.
-            K: drafts depend on the earlier number of drafts. T: emitted tokens differ from those of plain decoding.
+            of a proposal. N: more drafts than requested. W: inputs are written to. S: it waits for the device. B: drafts
+            depend on the other requests, on their order, or on an earlier request. D: drafts depend on padding. K: drafts
+            depend on the earlier number of drafts. T: emitted tokens differ from those of plain decoding.
     """
     run = _Check(make_drafter, reads_device, target, engine)
-    run.check()
+    base = run.run(_JOBS, plain=True)
+    for job in _JOBS:
+        run.compare(base, run.run((job._replace(start=0),)), "B", "when it is alone")
+    run.compare(base, run.run(_JOBS, reverse=True), "B", "in another order of the batch")
+    run.compare(base, run.run(_JOBS, padded=True), "D", "when the step is padded")
+    run.compare(base, run.run(_JOBS, asked=(None, 0, 1, None, 0)), "K", "after steps with fewer drafts")
     if run.violations:
         raise ConformanceError(run.name, run.violations)
     return DrafterReport(run.name, run.num_proposals, run.num_steps, run.num_accepted)
 
 
-@dataclass(frozen=True, slots=True)
-class _Job:
+class _Job(NamedTuple):
     """A request of the check: its row in the request table, and the step at which it arrives."""
 
     name: str
@@ -100,8 +102,6 @@ class _Seen(NamedTuple):
 
 
 class _Check:
-    """State of one check of a drafter: violations, and counts."""
-
     def __init__(
         self, make: MakeDrafter, reads_device: bool, target: Callable[[], ToyTarget], engine: type[ToyEngine]
     ) -> None:
@@ -112,18 +112,9 @@ class _Check:
         self._noted: set[tuple[str, str]] = set()
 
     def note(self, letter: str, text: str) -> None:
-        """Record the violation `text` of class `letter`, once."""
-        if (letter, text.split(":")[0]) not in self._noted:
-            self._noted.add((letter, text.split(":")[0]))
+        if (kind := (letter, text.split(":")[0])) not in self._noted:
+            self._noted.add(kind)
             self.violations.append(Violation(letter, text))
-
-    def check(self) -> None:
-        base = self.run(_JOBS, plain=True)
-        for job in _JOBS:
-            self.compare(base, self.run((replace(job, start=0),)), "B", "when it is alone")
-        self.compare(base, self.run(_JOBS, reverse=True), "B", "in another order of the batch")
-        self.compare(base, self.run(_JOBS, padded=True), "D", "when the step is padded")
-        self.compare(base, self.run(_JOBS, asked=(None, 0, 1, None, 0)), "K", "after steps with fewer drafts")
 
     def watched(self, drafter: Drafter, vocab_size: int, *, reads: bool) -> Any:
         """Return a drafter whose proposals are checked and cleaned. reads: whether it may wait for the device."""
@@ -138,18 +129,17 @@ class _Check:
                 if not torch.equal(_bits(tensor), _bits(before[name])):
                     self.note("W", f"propose writes to {name}")
                     tensor.copy_(before[name])
-            shape = len(context.next_token), drafter.num_speculative_tokens
-            return self.sound(proposal, shape, context.num_drafts, vocab_size)
+            return self.sound(proposal, (len(context.next_token), k), context.num_drafts, vocab_size)
 
-        return SimpleNamespace(
-            num_speculative_tokens=drafter.num_speculative_tokens, needs=drafter.needs, propose=propose
-        )
+        k = drafter.num_speculative_tokens
+        return SimpleNamespace(num_speculative_tokens=k, needs=drafter.needs, propose=propose)
 
     def sound(self, proposal: Any, shape: tuple[int, int], num_drafts: int, vocab_size: int) -> Tensor:
         """Check shape, dtype and ids of a proposal; return it with -1 in place of entries that an engine can't use."""
         if not isinstance(proposal, Tensor) or proposal.shape != shape or proposal.dtype != torch.int64:
-            is_tensor = isinstance(proposal, Tensor)
-            found = f"{proposal.dtype} {tuple(proposal.shape)}" if is_tensor else type(proposal)
+            found = type(proposal)
+            if isinstance(proposal, Tensor):
+                found = f"{proposal.dtype} {tuple(proposal.shape)}"
             self.note("P", f"the proposal must be int64 (R, K), such as {shape}; it is {found}")
             return torch.full(shape, -1)
         strange = (proposal < -1) | (proposal >= vocab_size)
@@ -163,15 +153,11 @@ class _Check:
         return sound
 
     def compare(self, base: _Seen, other: _Seen, letter: str, when: str) -> None:
-        """Check that two runs have equal tokens, and equal drafts after equal tokens wherever both requested drafts.
-
-        letter, when: class and circumstances of a difference in drafts, for its message.
-        """
-        for place in sorted(base.drafts.keys() & other.drafts.keys()):
-            first, second = base.drafts[place], other.drafts[place]
+        """Check that two runs have equal tokens, and equal drafts after equal tokens wherever both requested drafts."""
+        for name, length in sorted(base.drafts.keys() & other.drafts.keys()):
+            first, second = base.drafts[name, length], other.drafts[name, length]
             known = min(len(first), len(second))
             if first[:known] != second[:known]:
-                name, length = place
                 self.note(letter, f"drafts differ {when}: {name!r} at {length} tokens: {first} and {second}")
         for name, text in other.texts.items():
             known = min(len(text), len(base.texts[name]))
@@ -200,8 +186,7 @@ class _Check:
         if not 1 <= k <= _MOST_DRAFTS:
             raise ValueError(f"num_speculative_tokens={k} must be in [1, {_MOST_DRAFTS}] for this check")
         engine.padded = padded
-        reads = self._reads or not plain
-        engine.drafter = self.watched(drafter, engine.target.vocab_size, reads=reads)
+        engine.drafter = self.watched(drafter, engine.target.vocab_size, reads=self._reads or not plain)
         seen, named = _Seen({}, {}), dict[int, str]()
         for step in range(_NUM_STEPS):
             for job in (job for job in jobs if job.start == step):
@@ -242,10 +227,8 @@ def _in_prompt(request: ToyRequest) -> bool:
 
 def _tensors(context: DraftContext) -> Iterator[tuple[str, Tensor]]:
     """Yield name and value of each device tensor of a context."""
-    for index, tensor in enumerate(device_tensors(context.batch)):
-        yield f"batch ({index})", tensor
-    for index, tensor in enumerate(context.features):
-        yield f"features[{index}]", tensor
+    yield from ((f"batch ({index})", tensor) for index, tensor in enumerate(device_tensors(context.batch)))
+    yield from ((f"features[{index}]", tensor) for index, tensor in enumerate(context.features))
     for name in ("next_token", "num_valid", "emitted", "rows", "seeds", "temperature"):
         yield name, getattr(context, name)
 

@@ -30,9 +30,7 @@ from bateleur.metadata import (
 
 @dataclass
 class ToyRequest:
-    """One request: its row in the request table, all its tokens, the number of tokens in the target's cache, and the
-    drafts for its next step.
-    """
+    """One request. row: in the request table. computed: tokens in the target's cache. drafts: of its next step."""
 
     row: int
     tokens: list[int]
@@ -103,8 +101,7 @@ class ToyEngine:
         assert self.drafter is not None
         asked = self.drafter.num_speculative_tokens if num_drafts is None else num_drafts
         chosen = [self.requests[row] for row in work]
-        known = [each.tokens[each.computed :] + each.drafts + [0] * work[each.row] for each in chosen]
-        fed = [tokens[: work[each.row]] for each, tokens in zip(chosen, known, strict=True)]
+        fed = [(x.tokens[x.computed :] + x.drafts + [0] * work[x.row])[: work[x.row]] for x in chosen]
         rows = self._rows(chosen, fed)
         batch = self.buffers.stage(rows, self._shape(rows))
         state = ToyState(batch, self.builder.build(batch, 0))
@@ -176,19 +173,21 @@ class ToyEngine:
             num_valid.append(valid)
             emitted.append((new + [-1] * (k + 1))[: k + 1])
             start += len(ids)
-        device = self.device
+        rows = {
+            "next_token": next_token,
+            "num_valid": num_valid,
+            "emitted": emitted,
+            "rows": [request.row for request in chosen],
+            "seeds": [request.seed for request in chosen],
+            "temperature": [request.temperature for request in chosen],
+        }
         return DraftContext(
             batch=state.batch,
             attention=state.attention,
             features=self.target.features(outputs, self.drafter.needs),
-            next_token=torch.tensor(next_token, device=device),
-            num_valid=torch.tensor(num_valid, device=device),
-            emitted=torch.tensor(emitted, device=device),
-            rows=torch.tensor([request.row for request in chosen], device=device),
-            seeds=torch.tensor([request.seed for request in chosen], device=device),
-            temperature=torch.tensor([request.temperature for request in chosen], device=device),
             num_drafts=asked,
             key=self.key,
+            **{name: torch.tensor(values, device=self.device) for name, values in rows.items()},
         )
 
     def draw(self, logits: Tensor, request: ToyRequest, index: int) -> int:

@@ -62,15 +62,11 @@ class ToyTarget:
         self.head = make(width, vocab_size) * 2
 
     def forward(self, ids: Tensor, positions: Tensor, attend: Attend) -> tuple[Tensor, ...]:
-        """Return the hidden states at layer boundaries 0 .. num_layers and the final one after the norm, each
-        (T, W).
-        """
-        x = self.embedding.index_select(0, ids) + self.position_embedding.index_select(0, positions)
-        boundaries = [x]
+        """Return the hidden states (T, W) at layer boundaries 0 .. num_layers, and the final one after the norm."""
+        boundaries = [self.embedding.index_select(0, ids) + self.position_embedding.index_select(0, positions)]
         for index, layer in enumerate(self.layers):
-            x = layer(index, x, x, attend)
-            boundaries.append(x)
-        return (*boundaries, torch.tanh(x))
+            boundaries.append(layer(index, boundaries[-1], boundaries[-1], attend))
+        return (*boundaries, torch.tanh(boundaries[-1]))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return the logits (T, V) float32 of final hidden states (T, W)."""

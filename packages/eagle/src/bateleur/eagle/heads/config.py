@@ -7,8 +7,7 @@ trainers give the layer whose *output* is read, which is one less. A checkpoint 
 """
 
 from collections.abc import Collection
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from bateleur.eagle.drafter import TargetNeeds
 from bateleur.eagle.heads.fields import Fields
@@ -32,8 +31,7 @@ _LLAMA_DEFAULTS = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class ParsedHeadConfig:
+class ParsedHeadConfig(NamedTuple):
     """A parsed `config.json` of a head."""
 
     layout: Layout
@@ -41,8 +39,7 @@ class ParsedHeadConfig:
     notes: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class _Source:
+class _Source(NamedTuple):
     """A configuration of any layout: fields `layer` with the sizes of the decoder layer, `head` with the options."""
 
     layout: Layout
@@ -66,7 +63,7 @@ def describe(
     source = _find(config, names)
     source.layer.choice("hidden_act", ("silu",), "silu")
     source.layer.choice("model_type", ("llama", "qwen2", "qwen3", "mistral"), "llama")
-    _require_targets(source.layer, "vocab_size", target.vocab_size)
+    _require_equal(source.layer, "vocab_size", target.vocab_size)
     sizes = _sizes(source, names, target)
     if source.eagle3:
         return _read_eagle3(source, sizes, target, layer_ids)
@@ -102,7 +99,7 @@ def _find(config: dict[str, Any], names: Collection[str]) -> _Source:
     return _Source(layout, eagle3, fields, fields)
 
 
-def _require_targets(fields: Fields, name: str, expected: int) -> None:
+def _require_equal(fields: Fields, name: str, expected: int) -> None:
     if (size := fields.size(name)) != expected:
         raise ValueError(f"{name} is {size}; the target's is {expected}")
 
@@ -124,8 +121,7 @@ def _window(layer: Fields) -> int | None:
 
 def _sizes(source: _Source, names: Collection[str], target: TargetInfo) -> dict[str, Any]:
     """Return the layer sizes that every EAGLE head has, as fields of `HeadSpec`."""
-    layer = source.layer
-    heads = layer.size("num_attention_heads")
+    layer, heads = source.layer, source.layer.size("num_attention_heads")
     biased = {
         "fc": "fc.bias" in names,
         "attention": layer.flag("attention_bias") or "layers.0.self_attn.q_proj.bias" in names,
@@ -159,7 +155,7 @@ def _read_eagle1(source: _Source, sizes: dict[str, Any], target: TargetInfo) -> 
     draft, vocab = head.raw("truncated_vocab_size"), target.vocab_size
     if draft not in (None, vocab):
         raise ValueError(f"truncated_vocab_size is {draft}; an EAGLE-1 head drafts all {vocab} tokens")
-    _require_targets(source.layer, "hidden_size", target.hidden_size)
+    _require_equal(source.layer, "hidden_size", target.hidden_size)
     return HeadSpec(kind="eagle1", draft_vocab_size=vocab, needs=TargetNeeds(hidden=True), **sizes)
 
 

@@ -74,9 +74,7 @@ class Fields:
         return Fields(value)
 
     def boundaries(self, name: str, num_layers: int, *, shift: int = 0) -> tuple[int, ...] | None:
-        """Return a list of distinct layer boundaries, 0 .. num_layers after adding `shift`; None if missing or
-        empty.
-        """
+        """Return distinct layer boundaries, 0 .. num_layers after adding `shift`; None if missing or empty."""
         value = self._values.get(name)
         if value is None or value == []:
             return None
@@ -129,9 +127,7 @@ class Fields:
 
 
 def _llama3(turn: float, fields: Fields) -> float:
-    """Return the rotary frequency `turn` scaled as in Llama 3.1: kept if high, divided by `factor` if low, else
-    between.
-    """
+    """Return a rotary frequency scaled as in Llama 3.1: kept if high, divided by `factor` if low, else between."""
     factor, low = fields.number("factor", 8.0), fields.number("low_freq_factor", 1.0)
     high, context = fields.number("high_freq_factor", 4.0), fields.size("original_max_position_embeddings")
     if high <= low:

@@ -7,8 +7,9 @@ and key heads, D head size, P rotated pairs of dimensions, F intermediate size, 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -16,9 +17,7 @@ from torch import Tensor
 
 from bateleur.eagle.heads.spec import Attend, HeadSpec, Rope
 from bateleur.eagle.heads.weights import Weights
-
-if TYPE_CHECKING:
-    from bateleur.eagle.vocab_shard import VocabShard
+from bateleur.eagle.vocab_shard import VocabShard
 
 Rotation: TypeAlias = tuple[Tensor, Tensor]
 """Cosine and signed sine of positions; see `Rotary.at`."""
@@ -37,33 +36,28 @@ class RMSNorm:
 
 
 class Rotary:
-    """Rotary embedding. Angles are computed on use, or once for all positions."""
+    """Rotary embedding. Angles are computed on use, or once for all positions.
+
+    table: cosines and sines of all positions given to `reserve`; None before.
+    """
 
     def __init__(self, rope: Rope, dtype: torch.dtype, device: torch.device) -> None:
-        self._dtype = dtype
-        self._scaling = rope.attention_scaling
+        self._dtype, self._scaling = dtype, rope.attention_scaling
         self._inv_freq_P = torch.tensor(rope.inv_freq, dtype=torch.float32, device=device)
-        self._table: Rotation | None = None
+        self.table: Rotation | None = None
 
     def reserve(self, num_positions: int) -> None:
         """Precompute cosines and sines of all positions below `num_positions`; others are then an error."""
-        positions = torch.arange(num_positions, device=self._inv_freq_P.device)
-        self._table = self._turn(positions)
-
-    @property
-    def table(self) -> Rotation:
-        """Cosines and sines of all positions given to `reserve`."""
-        assert self._table is not None, "nothing is reserved"
-        return self._table
+        self.table = self._turn(torch.arange(num_positions, device=self._inv_freq_P.device))
 
     def at(self, positions_T: Tensor) -> Rotation:
         """Return cosine and signed sine (T, 1, 2P) of these positions, P for each half of the rotated dimensions.
 
         Angles are float32, whatever the dtype.
         """
-        if self._table is None:
+        if self.table is None:
             return self._turn(positions_T)
-        cos, sin = self._table
+        cos, sin = self.table
         return cos.index_select(0, positions_T), sin.index_select(0, positions_T)
 
     def _turn(self, positions_T: Tensor) -> Rotation:
@@ -75,10 +69,10 @@ class Rotary:
 
 def rotate(x_TAD: Tensor, cos_T1R: Tensor, sin_T1R: Tensor) -> Tensor:
     """Rotate the first R dimensions of every head, in pairs (i, i + R / 2); the others are unchanged."""
-    lanes = cos_T1R.shape[-1]
-    shard = x_TAD[..., :lanes]
-    turned = torch.addcmul(shard * cos_T1R, shard.roll(lanes // 2, -1), sin_T1R)
-    return turned if lanes == x_TAD.shape[-1] else torch.cat((turned, x_TAD[..., lanes:]), -1)
+    size = cos_T1R.shape[-1]
+    x_TAR = x_TAD[..., :size]
+    turned = torch.addcmul(x_TAR * cos_T1R, x_TAR.roll(size // 2, -1), sin_T1R)
+    return turned if size == x_TAD.shape[-1] else torch.cat((turned, x_TAD[..., size:]), -1)
 
 
 class Attention:
@@ -132,99 +126,85 @@ class Mlp:
 class DecoderLayer:
     """A Llama layer: attention and MLP, each a residual branch after a norm.
 
-    The first layer of an EAGLE-1 head has no norm before its attention. That of an EAGLE-3 head also reads the token
-    embedding: it is `wide`, and its input is normalised by the caller.
+    The first layer of an EAGLE head has no norm before its attention. That of an EAGLE-3 head also reads the token
+    embedding: it is `wide`.
     """
 
-    def __init__(
-        self, spec: HeadSpec, weights: Weights, index: int, *, input_norm: bool = True, wide: bool = False
-    ) -> None:
+    def __init__(self, spec: HeadSpec, weights: Weights, index: int, *, input_norm: bool, wide: bool = False) -> None:
         name, size, eps = f"layers.{index}", spec.hidden_size, spec.norm_eps
         self.input_norm = RMSNorm(weights, f"{name}.input_layernorm", size, eps) if input_norm else None
         self.attention = Attention(spec, weights, f"{name}.self_attn", index, 2 * size if wide else size)
         self.mlp_norm = RMSNorm(weights, f"{name}.post_attention_layernorm", size, eps)
         self.mlp = Mlp(spec, weights, f"{name}.mlp")
 
-    def __call__(self, h_TH: Tensor, rotary: Rotation | None, attend: Attend, rows: Tensor | None = None) -> Tensor:
-        """Return the layer's output (T, H); only (R, H) if `rows` selects R tokens."""
-        x_TH = h_TH if self.input_norm is None else self.input_norm(h_TH)
-        return self.branches(h_TH, x_TH, rotary, attend, rows)
-
-    def branches(
+    def __call__(
         self, h_TH: Tensor, x_TX: Tensor, rotary: Rotation | None, attend: Attend, rows: Tensor | None
     ) -> Tensor:
-        """Return the layer's output (T, H), or (R, H) for `rows`. h: residual. x: attention input after the norm."""
-        h_TH = only(h_TH + self.attention(x_TX, rotary, attend), rows)
-        return h_TH + self.mlp(self.mlp_norm(h_TH))
+        """Return the layer's output (T, H), or (R, H) for `rows`. h: residual. x: attention input before the norm."""
+        h_TH = h_TH + self.attention(x_TX if self.input_norm is None else self.input_norm(x_TX), rotary, attend)
+        h_RH = h_TH if rows is None else h_TH.index_select(0, rows)
+        return h_RH + self.mlp(self.mlp_norm(h_RH))
 
 
-def only(h_TH: Tensor, rows: Tensor | None) -> Tensor:
-    """Return the rows of h_TH for the token indices `rows`, (R,) int64; None returns all."""
-    return h_TH if rows is None else h_TH.index_select(0, rows)
-
-
+@dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """Token embedding and output projection (`lm_head`) of a head, each the head's own or the target's."""
+    """Token embedding and output projection (`lm_head`) of a head, each the head's own or the target's.
 
-    def __init__(
-        self,
-        embedding: Tensor,
-        output: Callable[[Tensor], Tensor],
-        output_dtype: torch.dtype,
-        dtype: torch.dtype,
-        *,
-        embed: Callable[[Tensor], Tensor] | None = None,
-        shard: VocabShard | None = None,
-    ) -> None:
-        """embedding: embedding matrix. output: multiplies with the output matrix (Vd, H) of `output_dtype`.
-        dtype: dtype of the head.
+    embedding: embedding matrix. output: multiplies with the output matrix (Vd, H) of `output_dtype`.
+    embed: the target's embedding function, if the head uses it in place of `embedding`; shard: the vocabulary shard of
+        the logits. Both only with a vocabulary-parallel target.
+    """
 
-        With a vocabulary-parallel target, embed is the target's embedding function, if the head uses it in place of
-        `embedding`, and shard is the vocabulary shard of the logits. Both are None otherwise.
-        """
-        self.embedding, self.shard = embedding, shard
-        self.whole = embed is None and shard is None
-        self._embed = partial(F.embedding, weight=embedding) if embed is None else embed
-        self.output, self._output_dtype, self._dtype = output, output_dtype, dtype
-
-    def embed(self, ids_T: Tensor) -> Tensor:
-        """Return the embeddings (T, H) of token ids (T,), in the head's dtype."""
-        return self._embed(ids_T).to(self._dtype)
-
-    def logits(self, h_RH: Tensor) -> Tensor:
-        """Return the logits (R, Vd) float32 of hidden states (R, H)."""
-        return self.output(h_RH.to(self._output_dtype)).float()
+    embedding: Tensor
+    output: Callable[[Tensor], Tensor]
+    output_dtype: torch.dtype
+    embed: Callable[[Tensor], Tensor] | None = None
+    shard: VocabShard | None = None
 
 
 class BaseHead:
-    """Common parts of draft heads: vocabulary, rotary embedding, and the target's final hidden state as input."""
+    """Common parts of draft heads: vocabulary, rotary embedding, layers, and the target's final hidden state as
+    input.
+    """
+
+    layers: list[DecoderLayer]
 
     def __init__(
         self, spec: HeadSpec, weights: Weights, vocabulary: Vocabulary, target_ids: Tensor | None = None
     ) -> None:
         self.spec, self.vocabulary, self.target_ids = spec, vocabulary, target_ids
-        self.shard = vocabulary.shard
+        self.shard, self.dtype = vocabulary.shard, weights.dtype
         self._rotary = Rotary(spec.rope, weights.dtype, weights.device) if spec.rope is not None else None
-        self._dtype = weights.dtype
 
     def fuse(self, features: Sequence[Tensor]) -> Tensor:
         """Return the hidden input of the first draft pass: the target's final hidden state (T, H)."""
-        return features[0].to(self._dtype)
+        return features[0].to(self.dtype)
 
     def reserve_positions(self, num_positions: int) -> None:
         """Announce that all positions are below `num_positions`; cosines and sines are then precomputed."""
         if self._rotary is not None:
             self._rotary.reserve(num_positions)
 
-    def rotary(self, positions: Tensor) -> Rotation | None:
-        """Cosines and sines of these positions; None without rotary embedding."""
-        return None if self._rotary is None else self._rotary.at(positions)
-
     @property
     def turns(self) -> Rotation | None:
         """Cosines and sines of all reserved positions; None without rotary embedding."""
         return None if self._rotary is None else self._rotary.table
 
+    def embed(self, ids_T: Tensor) -> Tensor:
+        """Return the embeddings (T, H) of token ids (T,), in the head's dtype."""
+        embed = self.vocabulary.embed or partial(F.embedding, weight=self.vocabulary.embedding)
+        return embed(ids_T).to(self.dtype)
+
+    def run_layers(self, h_TH: Tensor, x_TX: Tensor, positions: Tensor, attend: Attend, rows: Tensor | None) -> Tensor:
+        """Return the output (R, H) of the last layer for the token indices `rows` (R,); None is all tokens.
+
+        h: residual before the first layer. x: attention input of the first layer.
+        """
+        rotary = None if self._rotary is None else self._rotary.at(positions)
+        for layer in self.layers[:-1]:
+            x_TX = h_TH = layer(h_TH, x_TX, rotary, attend, None)
+        return self.layers[-1](h_TH, x_TX, rotary, attend, rows)
+
     def logits(self, hidden: Tensor) -> Tensor:
         """Return the logits (R, Vd) float32 of hidden states (R, H)."""
-        return self.vocabulary.logits(hidden)
+        return self.vocabulary.output(hidden.to(self.vocabulary.output_dtype)).float()

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from bateleur.eagle.heads.config import LayerIds, Layout, describe
-from bateleur.eagle.heads.eagle1 import Eagle1Head
-from bateleur.eagle.heads.eagle3 import Eagle3Head
+from bateleur.eagle.heads.eagle import Eagle1Head, Eagle3Head
 from bateleur.eagle.heads.files import open_tensors, read_json
 from bateleur.eagle.heads.layers import Vocabulary
 from bateleur.eagle.heads.spec import Head, HeadSpec, Project, TargetInfo
@@ -85,7 +84,7 @@ def load_head(
         raise ValueError(f"{folder}: holds no config.json; a draft head is a folder with config.json and weights")
     config, files = read_json(folder / "config.json"), open_tensors(folder)
     try:
-        tensors = files.rename(_plain_name)
+        tensors = _renamed(files)
         described = describe(config, tensors.keys(), target, layer_ids)
         spec = described.spec
         stored_name = _stored_names(files.keys())
@@ -108,6 +107,15 @@ def load_head(
         num_parameters=sum(count for count, _ in held),
         num_bytes=sum(size for _, size in held),
     )
+
+
+def _renamed(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the same tensors under the names of `_plain_name`. Raises `ValueError` if two get the same name."""
+    origin: dict[str, str] = {}
+    for name in tensors:
+        if (first := origin.setdefault(_plain_name(name), name)) != name:
+            raise ValueError(f"{first} and {name} are the same weight, {_plain_name(name)}")
+    return {plain: tensors[name] for plain, name in origin.items()}
 
 
 def _plain_name(name: str) -> str:
@@ -139,32 +147,27 @@ def _vocabulary(spec: HeadSpec, weights: Weights, target: TargetInfo) -> tuple[V
     target's.
     """
     whole = target.vocab_size, target.hidden_size
-    ends: list[Tensor] = []
+    used: dict[str, Tensor] = {}
     shared: list[str] = []
     for name, rows, theirs, take in (
         ("embed_tokens", spec.vocab_size, target.embedding, weights.table),
         ("lm_head", spec.draft_vocab_size, target.lm_head, weights.take),
     ):
         shape, full = (rows, spec.hidden_size), f"{name}.weight"
-        tensor = theirs
-        if full in weights or whole != shape:
-            tensor = take(full, *shape)
+        used[name] = take(full, *shape) if full in weights or whole != shape else theirs
         # Many checkpoints contain a copy of the target's tensor; it is not kept twice.
-        if tensor is theirs or (target.shard is None and not tensor.is_meta and _same(tensor, theirs)):
-            tensor = theirs
+        copied = target.shard is None and not used[name].is_meta and _same(used[name], theirs)
+        if used[name] is theirs or copied:
+            used[name] = theirs
             shared.append(name)
-        ends.append(tensor)
-    embedding, lm_head = ends
-    output = target.output if "lm_head" in shared else None
-    if output is None:
-        output = weights.project(lm_head, None)
+    shares_embedding, shares_head = "embed_tokens" in shared, "lm_head" in shared
+    output = target.output if shares_head and target.output else weights.project(used["lm_head"], None)
     vocabulary = Vocabulary(
-        embedding,
+        used["embed_tokens"],
         output,
-        lm_head.dtype,
-        weights.dtype,
-        embed=target.embed if "embed_tokens" in shared else None,
-        shard=target.shard if "lm_head" in shared else None,
+        used["lm_head"].dtype,
+        embed=target.embed if shares_embedding else None,
+        shard=target.shard if shares_head else None,
     )
     return vocabulary, tuple(shared)
 

@@ -8,16 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from bateleur.eagle.drafter import TargetNeeds
 from bateleur.eagle.noise import HashedVocab
-
-if TYPE_CHECKING:
-    from bateleur.eagle.vocab_shard import VocabShard
+from bateleur.eagle.vocab_shard import VocabShard
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """Attention of a head: (attention layer, q (T, Hq, D), k (T, Hk, D), v (T, Hk, D)) -> (T, Hq, D).
@@ -55,37 +53,30 @@ class CallableInC(Protocol):
         ...
 
 
-Kind = Literal["eagle1", "eagle3", "mtp"]
-"""A head for multi-token prediction, "mtp", has layers of its target's kinds, and is created by the engine."""
-Recycle = Literal["pre_norm", "post_norm"]
-TapNorm = Literal["each", "all"]
-Biased = Literal["fc", "attention", "mlp"]
-
-
 @dataclass(frozen=True, slots=True)
 class TargetInfo:
-    """Sizes of the target model, and tensors that a head may share with it. Nothing is copied."""
+    """Sizes of the target model, and tensors that a head may share with it. Nothing is copied.
+
+    num_layers: layers between which boundaries lie: 0 is the output of the embedding, `num_layers` that of the last.
+    embedding, lm_head: (V, hidden_size) each.
+    output: the target's product with `lm_head`, (n, hidden_size) to (n, V), for heads that share it; None creates one.
+    shard: the vocabulary shard of `embedding` and `lm_head`; None for the whole vocabulary.
+    embed: (T,) ids to (T, hidden_size) for a vocabulary-parallel target; used by heads that share the embedding.
+    """
 
     num_layers: int
-    """Layers between which boundaries lie: 0 is the output of the embedding, `num_layers` that of the last layer."""
     hidden_size: int
     vocab_size: int
     embedding: Tensor
-    """(V, hidden_size)"""
     lm_head: Tensor
-    """(V, hidden_size)"""
     output: Callable[[Tensor], Tensor] | None = None
-    """The target's product with `lm_head`, (n, hidden_size) to (n, V), for heads that share it; None creates one."""
     shard: VocabShard | None = None
-    """The vocabulary shard of `embedding` and `lm_head`; None for the whole vocabulary."""
     embed: Callable[[Tensor], Tensor] | None = None
-    """(T,) ids to (T, hidden_size) for a vocabulary-parallel target; used by heads that share the embedding."""
 
     def __post_init__(self) -> None:
         if (self.shard is None) != (self.embed is None):
             raise ValueError(f"part is {self.shard} and embed is {self.embed}; a target has both, or neither")
-        rows = self.vocab_size if self.shard is None else self.shard.end - self.shard.first
-        shape = rows, self.hidden_size
+        shape = self.vocab_size if self.shard is None else self.shard.size, self.hidden_size
         for name in ("embedding", "lm_head"):
             if (found := tuple(getattr(self, name).shape)) != shape:
                 raise ValueError(
@@ -103,14 +94,14 @@ class TargetInfo:
 
 @dataclass(frozen=True, slots=True)
 class Rope:
-    """Rotary position embedding of the first 2 * len(inv_freq) dimensions of a head; dimension i is paired with i
-    + len(inv_freq).
+    """Rotary position embedding of the first 2 * len(inv_freq) dimensions of a head.
+
+    inv_freq: radians per position of each pair of dimensions (i, i + len(inv_freq)), scaling included.
+    attention_scaling: factor on cosine and sine (YaRN).
     """
 
     inv_freq: tuple[float, ...]
-    """Radians per position of each pair of dimensions, scaling included."""
     attention_scaling: float = 1.0
-    """Factor on cosine and sine (YaRN)."""
 
     def __post_init__(self) -> None:
         if not self.inv_freq:
@@ -121,7 +112,8 @@ class Rope:
 class HeadSpec:
     """Sizes and options of a draft head, with all defaults resolved."""
 
-    kind: Kind
+    kind: Literal["eagle1", "eagle3", "mtp"]
+    """A head for multi-token prediction, "mtp", has layers of its target's kinds, and is created by the engine."""
     hidden_size: int
     target_hidden_size: int
     vocab_size: int
@@ -139,17 +131,16 @@ class HeadSpec:
     """Maximum position of the head; None if unknown."""
     sliding_window: int | None = None
     """A query sees this many positions, itself included; None sees all. `Attend` applies it."""
-    recycle: Recycle = "pre_norm"
+    recycle: Literal["pre_norm", "post_norm"] = "pre_norm"
     """Whether the next draft pass reads the output of the last layer, or of the head's final norm."""
-    tap_norm: TapNorm | None = None
-    """Norm before `fc`: one for each tap (EAGLE-3.1, `fc_norm`), or one over all concatenated taps (EAGLE-3,
-    `norm_before_fc`)."""
+    tap_norm: Literal["each", "all"] | None = None
+    """Norm before `fc`: one for each tap (`fc_norm`), or one over all concatenated taps (`norm_before_fc`)."""
     norm_before_residual: bool = False
     """EAGLE-3: the first residual is the normalised hidden state."""
     qk_norm: bool = False
     """Query and key heads are normalised before rotation."""
-    biases: frozenset[Biased] = frozenset()
-    """Layers that have a bias."""
+    biases: frozenset[str] = frozenset()
+    """Layers that have a bias: "fc", "attention", "mlp"."""
 
     def __post_init__(self) -> None:
         for name in ("hidden_size", "num_heads", "num_kv_heads", "head_dim", "intermediate_size"):
@@ -179,9 +170,7 @@ class Head(Protocol):
     target_ids: Tensor | None
 
     def fuse(self, features: Sequence[Tensor]) -> Tensor:
-        """Return the hidden input (T, H) of the first draft pass from the target's hidden states, in order of
-        `needs`.
-        """
+        """Return the hidden input (T, H) of the first pass from the target's hidden states, in order of `needs`."""
         ...
 
     def reserve_positions(self, num_positions: int) -> None:

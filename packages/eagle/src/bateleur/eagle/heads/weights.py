@@ -33,16 +33,14 @@ class Weights:
         stored_name: Callable[[str], str] = str,
         project: Project = linear,
     ) -> None:
-        """tensors: tensors by name; may read from a file when indexed. stored_name: returns a name as in the file, for
-        messages. project: creates the functions that multiply with matrices.
+        """stored_name: returns a name as in the file, for messages. project: creates functions that multiply with
+        matrices.
         """
         self.dtype, self.device, self.project = dtype, torch.device(device), project
         self.own: dict[str, tuple[int, int]] = {}
         self._tensors, self._stored_name = tensors, stored_name
         self._taken: set[str] = set()
-        self._missing: list[str] = []
-        self._misshapen: list[str] = []
-        self._no_floats: list[str] = []
+        self._problems: dict[str, list[str]] = {"missing weights": [], "unexpected shapes": [], "unexpected dtypes": []}
 
     def __contains__(self, name: str) -> bool:
         """Whether the checkpoint has the tensor."""
@@ -59,9 +57,7 @@ class Weights:
     def product(
         self, names: Sequence[str], rows: Sequence[int], columns: int, *, bias: bool = False
     ) -> Callable[[Tensor], Tensor]:
-        """Return a function that multiplies with stacked matrices (rows[i], columns) and adds biases if there are
-        any.
-        """
+        """Return a function that multiplies with stacked matrices (rows[i], columns) and adds their biases, if any."""
         weight = self._arrange(self._stacked([f"{name}.weight" for name in names], rows, columns))
         return self.project(weight, self._stacked([f"{name}.bias" for name in names], rows) if bias else None)
 
@@ -81,19 +77,10 @@ class Weights:
             ValueError: lists all these tensors.
         """
         rest = sorted(self._tensors.keys() - self._taken)
-        unknown = [name for name in rest if not ignorable(name)]
-        problems = [
-            f"{what}: {', '.join(names)}"
-            for what, names in (
-                ("missing weights", self._missing),
-                ("unexpected shapes", self._misshapen),
-                ("unexpected dtypes", self._no_floats),
-                ("weights of no known use", [self._stored_name(name) for name in unknown]),
-            )
-            if names
-        ]
-        if problems:
-            raise ValueError("; ".join(problems))
+        unknown = [self._stored_name(name) for name in rest if not ignorable(name)]
+        problems = self._problems | {"weights of no known use": unknown}
+        if found := [f"{what}: {', '.join(names)}" for what, names in problems.items() if names]:
+            raise ValueError("; ".join(found))
         return tuple(self._stored_name(name) for name in rest)
 
     def _stacked(self, names: Sequence[str], rows: Sequence[int], *columns: int) -> Tensor:
@@ -104,22 +91,20 @@ class Weights:
 
     def _get(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
         self._taken.add(name)
-        spelled = self._stored_name(name)
-        if name not in self._tensors:
-            self._missing.append(f"{spelled} {shape}")
+        spelled, tensor = self._stored_name(name), self._tensors.get(name)
+        if tensor is None:
+            self._problems["missing weights"].append(f"{spelled} {shape}")
+        elif dtype is None and tensor.dtype not in _FLOATS:
+            floats = ", ".join(str(each) for each in _FLOATS)
+            self._problems["unexpected dtypes"].append(f"{spelled} is {tensor.dtype} and must be one of {floats}")
+        elif tuple(tensor.shape) != shape:
+            self._problems["unexpected shapes"].append(f"{spelled} is {tuple(tensor.shape)} and must be {shape}")
         else:
-            tensor = self._tensors[name]
-            if dtype is None and tensor.dtype not in _FLOATS:
-                floats = ", ".join(str(each) for each in _FLOATS)
-                self._no_floats.append(f"{spelled} is {tensor.dtype} and must be one of {floats}")
-            elif tuple(tensor.shape) == shape:
-                # A copy: memory of a mapped file may be unaligned, and may change.
-                device = "cpu" if dtype else self.device
-                copied = tensor.to(device=device, dtype=dtype or self.dtype, copy=True)
-                self.own[spelled] = copied.numel(), copied.nbytes
-                return copied
-            else:
-                self._misshapen.append(f"{spelled} is {tuple(tensor.shape)} and must be {shape}")
+            # A copy: memory of a mapped file may be unaligned, and may change.
+            device = "cpu" if dtype else self.device
+            copied = tensor.to(device=device, dtype=dtype or self.dtype, copy=True)
+            self.own[spelled] = copied.numel(), copied.nbytes
+            return copied
         return torch.empty(shape, dtype=dtype or self.dtype, device="meta")
 
     def _arrange(self, tensor: Tensor) -> Tensor:

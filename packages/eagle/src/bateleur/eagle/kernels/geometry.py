@@ -5,7 +5,6 @@ Legend: T tokens or N rows (requests) of a tile.
 """
 
 from functools import partial
-from typing import Any
 
 import triton
 import triton.language as tl
@@ -130,15 +129,10 @@ def chain_kernel(
     tl.store(step_ptr, step + 1)
 
 
-def first_options(max_num_rows: int) -> dict[str, Any]:
-    """Return constants and launch options of `first_kernel`."""
-    return {"SEARCH": max_num_rows.bit_length(), "BLOCK": _TILE, "num_warps": 4, "enable_fp_fusion": True}
-
-
-def chain_options(max_num_rows: int) -> dict[str, Any]:
-    """Return constants and launch options of `chain_kernel`."""
-    block = min(max(128, triton.next_power_of_2(max_num_rows)), 1024)
-    return {"BLOCK": block, "num_warps": block // 128, "enable_fp_fusion": True}
+def _written(x: DraftBuffers) -> tuple[Tensor, ...]:
+    """Return the buffers that both kernels write, in the order of their arguments."""
+    rows = x.query_start_loc, x.seq_lens, x.num_computed_tokens, x.last_index, x.token_positions, x.tokens, x.step
+    return x.input_ids, x.positions, x.slot_mapping, *rows
 
 
 def stage_first(
@@ -146,27 +140,22 @@ def stage_first(
 ) -> None:
     """Stage the first draft pass in one launch; ``slots`` (T,) int64 is the slot mapping of the draft's KV group."""
     max_rows, max_tokens = len(buffers.seq_lens), len(buffers.input_ids)
-    options = first_options(max_rows)
-    grid = (triton.cdiv(max(max_rows + 1, max_tokens), options["BLOCK"]),)
-    first_kernel[grid](
+    first_kernel[(triton.cdiv(max(max_rows + 1, max_tokens), _TILE),)](
         batch.input_ids, batch.positions, batch.query_start_loc, batch.seq_lens, batch.num_computed_tokens, slots,
-        next_token.contiguous(), num_valid.contiguous(),
-        buffers.input_ids, buffers.positions, buffers.slot_mapping, buffers.query_start_loc, buffers.seq_lens,
-        buffers.num_computed_tokens, buffers.last_index, buffers.token_positions, buffers.tokens, buffers.step,
+        next_token.contiguous(), num_valid.contiguous(), *_written(buffers),
         batch.num_reqs, len(next_token), buffers.limits.max_model_len, max_rows, max_tokens,
-        DRAFTS=buffers.num_speculative_tokens, **options,
+        DRAFTS=buffers.num_speculative_tokens, SEARCH=max_rows.bit_length(), BLOCK=_TILE, num_warps=4,
+        enable_fp_fusion=True,
     )  # fmt: skip
 
 
 def _chain(buffers: DraftBuffers, token: Tensor, block_table: Tensor, block_size: int, *, first: bool) -> None:
-    """Record the drafts of a pass and stage the next one, in one launch. first: the pass was the first one."""
     max_rows, max_tokens = len(buffers.seq_lens), len(buffers.input_ids)
+    block = min(max(128, triton.next_power_of_2(max_rows)), 1024)
     chain_kernel[(1,)](
-        token.contiguous(), block_table,
-        buffers.input_ids, buffers.positions, buffers.slot_mapping, buffers.query_start_loc, buffers.seq_lens,
-        buffers.num_computed_tokens, buffers.last_index, buffers.token_positions, buffers.tokens, buffers.step,
+        token.contiguous(), block_table, *_written(buffers),
         len(token), block_table.stride(0), block_size, buffers.limits.max_model_len, max_rows, max_tokens,
-        FIRST=first, DRAFTS=buffers.num_speculative_tokens, **chain_options(max_rows),
+        FIRST=first, DRAFTS=buffers.num_speculative_tokens, BLOCK=block, num_warps=block // 128, enable_fp_fusion=True,
     )  # fmt: skip
 
 

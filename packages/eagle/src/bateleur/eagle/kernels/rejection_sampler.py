@@ -6,9 +6,7 @@ bound needs no logarithm, so the two logarithms of the noise are computed for a 
 not depend on tiles or splits.
 """
 
-from __future__ import annotations
-
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -175,7 +173,7 @@ def tile_options(size: int, num_rows: int, kind: int = 0) -> tuple[dict[str, Any
 
     kind: KIND of `penalties_of`.
     """
-    block = _block(size)
+    block = block_of(size, _BLOCK)
     shares = min(triton.cdiv(size, block), triton.cdiv(_PROGRAMS, num_rows))
     share = triton.cdiv(triton.cdiv(size, shares), block) * block
     if kind:
@@ -184,8 +182,9 @@ def tile_options(size: int, num_rows: int, kind: int = 0) -> tuple[dict[str, Any
     return {"BLOCK": block, "KIND": kind, "num_warps": 1, "enable_fp_fusion": False}, share
 
 
-def _block(size: int) -> int:
-    return min(_BLOCK, max(16, int(triton.next_power_of_2(size))))
+def block_of(size: int, most: int) -> int:
+    """Return how many tokens of a row of ``size`` tokens a program reads at a time."""
+    return min(most, max(16, int(triton.next_power_of_2(size))))
 
 
 def emit_options(rows_per_request: int, size: int) -> dict[str, Any]:
@@ -193,7 +192,7 @@ def emit_options(rows_per_request: int, size: int) -> dict[str, Any]:
 
     rows_per_request: most logit rows of a request.
     """
-    shares = min(triton.cdiv(size, _block(size)), _PROGRAMS)
+    shares = min(triton.cdiv(size, block_of(size, _BLOCK)), _PROGRAMS)
     block_c, block_s = triton.next_power_of_2(rows_per_request), triton.next_power_of_2(shares)
     num_warps = max(1, min(8, block_c * block_s // 512))
     return {"BLOCK_C": block_c, "BLOCK_S": block_s, "num_warps": num_warps, "enable_fp_fusion": False}
@@ -213,47 +212,44 @@ def coupled(
     Logits are contiguous in their last dimension, float32 or narrower, with at least one row. Greedy rows are detected
     on the device. Two launches, and the four of `truncation_thresholds` before them if rows truncate.
     """
-    return _launch(logits, drafts.tokens.contiguous(), rows, vocab, metadata)
+    starts, tokens = rows.query_start_loc.contiguous(), drafts.tokens.contiguous()
+    return _launch(logits, tokens, starts, rows.seeds, rows.first_position, rows.temperature, vocab, metadata)
 
 
 def sample(logits: Tensor, metadata: SamplingMetadata, keys: Keys, role: Role, vocab: HashedVocab) -> SampledTokens:
     """Sample one token per row, as `bateleur.eagle.sample`; computed like a verification without drafts."""
-    return _of_singles(logits, _SingleRowRequests(keys.seed, names(keys, role), metadata.temperature), vocab, metadata)
+    return draw(logits, metadata.temperature, keys, role, vocab, metadata)
 
 
-def draw(logits: Tensor, temperature: Tensor, keys: Keys, role: Role, vocab: HashedVocab) -> SampledTokens:
-    """Sample one token per row in two launches, as `bateleur.eagle.draw`."""
-    return _of_singles(logits, _SingleRowRequests(keys.seed, names(keys, role), temperature), vocab, None)
-
-
-def _of_singles(
-    logits: Tensor, rows: _SingleRowRequests, vocab: HashedVocab, metadata: SamplingMetadata | None
+def draw(
+    logits: Tensor,
+    temperature: Tensor,
+    keys: Keys,
+    role: Role,
+    vocab: HashedVocab,
+    metadata: SamplingMetadata | None = None,
 ) -> SampledTokens:
-    output = _launch(logits, rows.seeds.new_empty(len(logits), 0), rows, vocab, metadata)
+    """Sample one token per row in two launches, as `bateleur.eagle.draw`; with `metadata`, as `sample`."""
+    none = keys.seed.new_empty(len(logits), 0)
+    output = _launch(logits, none, None, keys.seed, names(keys, role), temperature, vocab, metadata)
     return SampledTokens(output.tokens[:, 0], output.bad)
-
-
-class _SingleRowRequests(NamedTuple):
-    """Requests with one logit row each, in place of `Rows`. first_position: the result of `bateleur.eagle.noise.names`,
-    which packs position, draft index and role into one number.
-    """
-
-    seeds: Tensor
-    first_position: Tensor
-    temperature: Tensor
 
 
 def _launch(
     logits: Tensor,
     drafts: Tensor,
-    rows: Rows | _SingleRowRequests,
+    starts: Tensor | None,
+    seeds: Tensor,
+    first_position: Tensor,
+    temperature: Tensor,
     vocab: HashedVocab | None,
     metadata: SamplingMetadata | None,
 ) -> RejectionOutput:
+    """starts: `Rows.query_start_loc`; None if every request has one row, and first_position is then `names`."""
     if logits.stride(1) != 1:
         raise ValueError(f"logits: strides {logits.stride()} must be dense in the last dimension")
     (num_reqs, num_drafts), size, device = drafts.shape, logits.shape[1], logits.device
-    words = (HashedVocab.of(size, device) if vocab is None else vocab).hashes
+    hashes = (HashedVocab.of(size, device) if vocab is None else vocab).hashes
     rows_per_request, penalties = num_drafts + 1, None if metadata is None else metadata.penalties
     of_penalties, kind = arguments(penalties, logits)
     options, share = tile_options(size, num_reqs * rows_per_request, kind)
@@ -263,9 +259,7 @@ def _launch(
     out = torch.empty(num_reqs, rows_per_request, dtype=torch.int64, device=device)
     emitted = torch.empty(num_reqs, dtype=torch.int64, device=device)
     bad = torch.empty(num_reqs, dtype=torch.bool, device=device)
-    single = isinstance(rows, _SingleRowRequests)
-    starts = out if isinstance(rows, _SingleRowRequests) else rows.query_start_loc.contiguous()
-    seeds, first = rows.seeds.contiguous(), rows.first_position.contiguous()
+    single, starts = starts is None, out if starts is None else starts
     values = least = last = best  # placeholders, not read without metadata or truncation
     truncates = metadata is not None and metadata.truncates(size)
     if metadata is not None:
@@ -273,8 +267,8 @@ def _launch(
     if truncates:
         least, last = truncation_thresholds(logits, values, penalties)
     draw_kernel[(num_reqs, rows_per_request, shares)](
-        logits, words, starts, seeds, first, rows.temperature, best, token, values, least, last,
-        logits.stride(0), size, share, rows.temperature.stride(0), *of_penalties,
+        logits, hashes, starts, seeds.contiguous(), first_position.contiguous(), temperature, best, token, values,
+        least, last, logits.stride(0), size, share, temperature.stride(0), *of_penalties,
         DIVIDE=metadata is not None, TRUNCATION=truncates, SINGLE=single, **options,
     )  # fmt: skip
     emit_kernel[(num_reqs,)](

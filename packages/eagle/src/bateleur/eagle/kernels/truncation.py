@@ -25,8 +25,6 @@ Calculated for an H100 (SASS at full issue rate, 3.2 TB/s), not measured, with f
 A search of the row itself takes about 0.3 ms a pass for 248,320 tokens.
 """
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -273,21 +271,6 @@ def capacity_of(size: int) -> int:
     return max(_SAMPLES, share)
 
 
-def truncation_options(size: int) -> dict[str, dict[str, Any]]:
-    """Return constants and launch options of each kernel, by name, for rows of ``size`` tokens."""
-    padded = max(16, triton.next_power_of_2(size))
-    tile = min(_TILE, padded)
-    options = {
-        "stats": {"TILE": tile, "num_warps": 4},
-        "bracket": {"SAMPLES": _SAMPLES, "TILES": triton.next_power_of_2(triton.cdiv(size, tile)), "num_warps": 16},
-        "collect": {"TILE": tile // 2, "num_warps": 4},
-        # Without a bound ptxas spills for a third block that no row would use.
-        "threshold": {"BLOCK": min(_BLOCK, padded), "num_warps": 8, "maxnreg": 128},
-    }
-    # A fused multiply-add would round masses differently from torch.
-    return {name: each | {"enable_fp_fusion": False} for name, each in options.items()}
-
-
 def truncation_thresholds(logits: Tensor, values: Tensor, penalties: Penalties | None = None) -> tuple[Tensor, Tensor]:
     """Find the truncation thresholds of each row in four launches; returns (N,) float32 and (N,) int32.
 
@@ -303,28 +286,30 @@ def truncation_thresholds(logits: Tensor, values: Tensor, penalties: Penalties |
     num_rows, size = logits.shape
     if size > _MOST:
         raise ValueError(f"logits: {size} tokens in a row; at most {_MOST} are supported")
-    options, capacity, device = truncation_options(size), capacity_of(size), logits.device
-    tiles = triton.cdiv(size, options["stats"]["TILE"])
-    room = capacity * _SAMPLES // (2 * size)
-    values = values.contiguous()
+    capacity, device, row = capacity_of(size), logits.device, logits.stride(0)
+    padded = max(16, triton.next_power_of_2(size))
+    tile, values = min(_TILE, padded), values.contiguous()
+    tiles, room = triton.cdiv(size, tile), capacity * _SAMPLES // (2 * size)
     stats = torch.empty(num_rows, tiles, 2, device=device)
     best, least = torch.empty(num_rows, device=device), torch.empty(num_rows, device=device)
     brackets = torch.empty(num_rows, COLUMNS.value, dtype=torch.int64, device=device)
     candidates = torch.empty(num_rows, capacity, dtype=torch.int64, device=device)
     last = torch.empty(num_rows, dtype=torch.int32, device=device)
     of_penalties, kind = arguments(penalties, least)
-    row = logits.stride(0)
-    stats_kernel[num_rows, tiles](logits, values, stats, row, size, *of_penalties, KIND=kind, **options["stats"])
+    # A fused multiply-add would round masses differently from torch.
+    common = {"KIND": kind, "enable_fp_fusion": False}
+    stats_kernel[num_rows, tiles](logits, values, stats, row, size, *of_penalties, TILE=tile, num_warps=4, **common)
     bracket_kernel[(num_rows,)](
         logits, values, stats, best, brackets, row, size, tiles, room, *of_penalties,
-        KIND=kind, **options["bracket"],
+        SAMPLES=_SAMPLES, TILES=triton.next_power_of_2(tiles), num_warps=16, **common,
     )  # fmt: skip
-    collect_kernel[num_rows, triton.cdiv(size, options["collect"]["TILE"])](
+    collect_kernel[num_rows, triton.cdiv(size, tile // 2)](
         logits, values, best, brackets, candidates, row, size, capacity, *of_penalties,
-        KIND=kind, **options["collect"],
+        TILE=tile // 2, num_warps=4, **common,
     )  # fmt: skip
+    # Without a bound of registers ptxas spills for a third block that no row would use.
     threshold_kernel[(num_rows,)](
         logits, values, best, brackets, candidates, least, last, row, size, capacity, *of_penalties,
-        KIND=kind, **options["threshold"],
+        BLOCK=min(_BLOCK, padded), num_warps=8, maxnreg=128, **common,
     )  # fmt: skip
     return least, last

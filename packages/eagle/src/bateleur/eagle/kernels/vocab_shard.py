@@ -5,15 +5,13 @@ Ranks do not use the kernels of `truncation`. Those search a row again if its br
 decides on the device. Ranks would have to exchange sums again, and the collectives of a step are fixed.
 """
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from bateleur.eagle.kernels.penalties import arguments
-from bateleur.eagle.kernels.rejection_sampler import draw_kernel, tile_options
+from bateleur.eagle.kernels.rejection_sampler import block_of, draw_kernel, tile_options
 from bateleur.eagle.kernels.sort_keys import order_of
 
 _BLOCK = 1024
@@ -71,28 +69,17 @@ def last_tie_kernel(
     tl.store(last_ptr + row, last)
 
 
-def histogram_options(size: int, num_rows: int) -> tuple[dict[str, Any], int]:
-    """Return launch options of `histogram_kernel` for rows of ``size`` tokens, and the number of tokens of a split."""
-    block = min(_BLOCK, max(16, triton.next_power_of_2(size)))
-    shares = min(triton.cdiv(size, block), triton.cdiv(_PROGRAMS, num_rows))
-    share = triton.cdiv(triton.cdiv(size, shares), block) * block
-    return {"BLOCK": block, "num_warps": 4, "enable_fp_fusion": False}, share
-
-
-def last_tie_options(size: int) -> dict[str, Any]:
-    """Return launch options of `last_tie_kernel` for rows of ``size`` tokens."""
-    return {"BLOCK": min(_BLOCK, max(16, triton.next_power_of_2(size))), "num_warps": 8, "enable_fp_fusion": False}
-
-
 def histogram_rows(scaled: Tensor, mass: Tensor | None, start: Tensor, shift: int) -> Tensor:
     """Return the histogram (N, 256) int64 of `shard_truncation._histogram`, in two launches: one writes zeros."""
     num_rows, size = scaled.shape
+    block = block_of(size, _BLOCK)
+    shares = min(triton.cdiv(size, block), triton.cdiv(_PROGRAMS, num_rows))
+    share = triton.cdiv(triton.cdiv(size, shares), block) * block
     out = torch.zeros(num_rows, _DIGITS.value, dtype=torch.int64, device=scaled.device)
-    options, share = histogram_options(size, num_rows)
     weights = scaled if mass is None else mass
     histogram_kernel[(num_rows, triton.cdiv(size, share))](
         scaled, weights, start, out, scaled.stride(0), weights.stride(0), size, share, shift,
-        MASS=mass is not None, **options,
+        MASS=mass is not None, BLOCK=block, num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
     return out
 
@@ -102,8 +89,9 @@ def last_tie_rows(scaled: Tensor, least: Tensor, kept: Tensor, own: Tensor) -> T
     num_rows, size = scaled.shape
     last = torch.empty(num_rows, dtype=torch.int32, device=scaled.device)
     last_tie_kernel[(num_rows,)](
-        scaled, least, kept, own.contiguous(), last, scaled.stride(0), size, **last_tie_options(size)
-    )
+        scaled, least, kept, own.contiguous(), last, scaled.stride(0), size,
+        BLOCK=block_of(size, _BLOCK), num_warps=8, enable_fp_fusion=False,
+    )  # fmt: skip
     return last
 
 
@@ -126,12 +114,13 @@ def perturbed_max_rows(
     shares = triton.cdiv(size, share)
     best = torch.empty(num_rows, shares, dtype=torch.float32, device=logits.device)
     token = torch.empty(num_rows, shares, dtype=torch.int32, device=logits.device)
-    values, truncates = values.contiguous(), least is not None and last is not None
-    kept = (least.contiguous(), last.contiguous()) if least is not None and last is not None else (best, best)
+    values, kept = values.contiguous(), (best, best)  # placeholders, not read without truncation
+    if least is not None and last is not None:
+        kept = least.contiguous(), last.contiguous()
     draw_kernel[(num_rows, 1, shares)](
         logits, hashes, seeds, seeds.contiguous(), name.contiguous(), values, best, token, values, *kept,
         logits.stride(0), size, share, values.stride(0), *of_penalties,
-        DIVIDE=True, TRUNCATION=truncates, SINGLE=True, **options | {"KIND": kind},
+        DIVIDE=True, TRUNCATION=least is not None, SINGLE=True, **options | {"KIND": kind},
     )  # fmt: skip
     top = best.max(-1)
     return top.values, token.gather(1, top.indices.unsqueeze(1)).squeeze(1).long()

@@ -1,6 +1,4 @@
-"""All draft passes of a proposal in one C call, on a CPU with a compiler: see `chain.c`. For EAGLE-3 heads with one
-layer in float32 whose products can be called from C.
-"""
+"""All draft passes of a proposal in one C call (`chain.c`), for EAGLE-3 heads with one layer in float32 on a CPU."""
 
 import ctypes
 from collections.abc import Callable, Mapping
@@ -13,10 +11,9 @@ from torch import Tensor
 
 from bateleur.eagle.cache import DraftCache
 from bateleur.eagle.drafter import DraftContext
-from bateleur.eagle.heads.eagle3 import Eagle3Head
+from bateleur.eagle.heads.eagle import Eagle3Head
 from bateleur.eagle.heads.layers import RMSNorm
-from bateleur.eagle.heads.spec import CallableInC, CProduct
-from bateleur.eagle.noise import HashedVocab
+from bateleur.eagle.heads.spec import CallableInC, CProduct, vocab_of
 from bateleur.eagle.rules import Rule
 from bateleur.metadata.native import Kernel, kernels, unavailable_reason
 from bateleur.metadata.native.structs import Struct, fields
@@ -39,61 +36,57 @@ class _Head(Struct):
 
 
 class _Step(Struct):
-    _fields_: ClassVar = [
-        *fields(
-            "input_ids starts table positions next_token num_valid seeds start_positions taps temperature drafts "
-            "places room",
-            "rows k table_stride next_stride valid_stride drafts_stride longest width greedy threads",
-        )
-    ]
+    _fields_: ClassVar = fields(
+        "input_ids starts table positions next_token num_valid seeds start_positions taps temperature drafts places "
+        "room",
+        "rows k table_stride next_stride valid_stride drafts_stride longest width greedy threads",
+    )
 
 
 class NativeChain:
     """Drafter under the rule COUPLED: proposes all drafts in one C call, equal to the torch passes up to rounding."""
 
     def __init__(self, head: Eagle3Head, cache: DraftCache, positions: int, longest: int, width: int) -> None:
-        """positions: number of positions that the head has reserved. longest: most tokens of a sequence.
-        width: K, most drafts of a request.
-        """
+        """positions: how many the head has reserved. longest: most tokens of a sequence. width: K."""
         self._group, self._width, self._longest = cache.group, width, longest
         self._held: list[object] = [head, cache]
         self._struct = s = self._described(head, cache, positions)
         self._by_token = s.hidden + max(2 * s.hidden + s.qkv.rows, s.taps * s.tap_width)
         self._by_row = 2 * s.hidden + s.heads * s.size + s.up.rows + s.down.columns + s.output.rows
         self._taps = (ctypes.c_int64 * (2 * s.taps))()
-        self._room, self._places = torch.empty(0), torch.empty(0, dtype=torch.int64)
 
     @staticmethod
     def fits(head: Eagle3Head, cache: DraftCache, rule: Rule) -> bool:
         """Return whether the C function supports the head, cache and rule."""
-        if rule is not Rule.COUPLED or unavailable_reason() is not None or not head.vocabulary.whole:
+        if rule is not Rule.COUPLED or unavailable_reason() is not None or head.shard is not None:
             return False
-        layer, spec = head.first.layer, head.spec
-        if head.others or spec.sliding_window is not None or layer.input_norm is not None:
+        if len(head.layers) > 1 or head.spec.sliding_window is not None:
             return False
         tensors = (head.vocabulary.embedding, *cache.kv[0])
-        if any(each.dtype != torch.float32 or not each.is_cpu or not each.is_contiguous() for each in tensors):
+        if head.vocabulary.embed is not None or any(
+            each.dtype != torch.float32 or not each.is_cpu or not each.is_contiguous() for each in tensors
+        ):
             return False
         return all(_in_c(each) is not None for each in _products(head).values())
 
     def propose(self, context: DraftContext) -> Tensor | None:
-        """Return (R, K) int64 drafts of the step, -1 where there is none; or None if no drafts are requested or the
-        C function does not support the tensors.
-        """
+        """Return (R, K) int64 drafts, -1 for none; or None if `num_drafts` is 0 or C does not support the tensors."""
         if not 0 < context.num_drafts <= self._width or not self._takes(context):
             return None
         batch, next_token, num_valid = context.batch, context.next_token, context.num_valid
         rows, table = batch.num_actual_reqs, batch.block_tables[self._group]
-        self._make_room(rows, batch.num_actual_tokens)
+        tokens = batch.num_actual_tokens
         for index, tap in enumerate(context.features):
             self._taps[2 * index], self._taps[2 * index + 1] = tap.data_ptr(), tap.stride(0)
         drafts = next_token.new_empty(rows, self._width)
+        room = torch.empty(tokens * self._by_token + rows * self._by_row)
+        places = torch.zeros(6 * (tokens + rows), dtype=torch.int64)
         step = _Step()
         step.point(
             input_ids=batch.input_ids, starts=batch.query_start_loc, table=table, positions=batch.positions,
             next_token=next_token, num_valid=num_valid, seeds=context.seeds, start_positions=context.start_positions,
-            taps=ctypes.addressof(self._taps), temperature=context.temperature, drafts=drafts, places=self._places,
-            room=self._room, rows=rows, k=context.num_drafts, table_stride=table.stride(0),
+            taps=ctypes.addressof(self._taps), temperature=context.temperature, drafts=drafts, places=places,
+            room=room, rows=rows, k=context.num_drafts, table_stride=table.stride(0),
             next_stride=next_token.stride(0), valid_stride=num_valid.stride(0), drafts_stride=drafts.stride(0),
             longest=self._longest, width=self._width, greedy=context.greedy, threads=torch.get_num_threads(),
         )  # fmt: skip
@@ -102,14 +95,13 @@ class NativeChain:
         return drafts
 
     def _takes(self, context: DraftContext) -> bool:
-        """Return whether the C function supports the tensors of a step."""
-        batch, rows = context.batch, context.batch.num_actual_reqs
+        batch, rows, tokens = context.batch, context.batch.num_actual_reqs, context.batch.num_actual_tokens
         narrow = batch.input_ids, batch.query_start_loc, batch.block_tables[self._group]
-        rows_of_int64 = [context.seeds, *([] if context.start_positions is None else [context.start_positions])]
+        rows_of_int64 = [x for x in (context.seeds, context.start_positions) if x is not None]
         shape = batch.num_tokens, self._struct.tap_width
         return (
             all(each.dtype == torch.int32 and each.stride(-1) == 1 for each in narrow)
-            and _is_row(batch.positions[: batch.num_actual_tokens], torch.int64, batch.num_actual_tokens)
+            and _is_row(batch.positions[:tokens], torch.int64, tokens)
             and all(_is_row(each, torch.int64, rows) for each in rows_of_int64)
             and _is_row(context.temperature, torch.float32, rows)
             and all(x.shape == (rows,) and x.dtype == torch.int64 for x in (context.next_token, context.num_valid))
@@ -117,28 +109,21 @@ class NativeChain:
             and all(x.shape == shape and x.dtype == torch.float32 and x.stride(1) == 1 for x in context.features)
         )
 
-    def _make_room(self, rows: int, tokens: int) -> None:
-        room, places = tokens * self._by_token + rows * self._by_row, 6 * (tokens + rows)
-        if room > len(self._room):
-            self._room = torch.empty(room)
-        if places > len(self._places):
-            self._places = torch.empty(places, dtype=torch.int64)
-
     def _described(self, head: Eagle3Head, cache: DraftCache, positions: int) -> _Head:
-        spec, layer, first = head.spec, head.first.layer, head.first
+        spec, layer = head.spec, head.layers[0]
         cos, sin = head.turns or (None, None)
-        assert cos is None or len(cos) >= positions
-        lanes = HashedVocab.of(spec.vocab_size if head.target_ids is None else head.target_ids, torch.device("cpu"))
+        assert spec.rope is None or (cos is not None and len(cos) >= positions)
+        hashes = vocab_of(head, torch.device("cpu")).hashes
         norms = [norm.weight.data_ptr() for norm in head.tap_norms]
         tap_norms = (ctypes.c_int64 * len(norms))(*norms)
-        self._held += [cos, sin, lanes, tap_norms]
+        self._held += [cos, sin, hashes, tap_norms]
         described = _Head(eps=spec.norm_eps, **{name: _matrix(product) for name, product in _products(head).items()})
         described.point(
             tap_norms=ctypes.addressof(tap_norms) if norms else None,
             input_norm=_weight(head.input_norm),
             embedding=head.vocabulary.embedding,
-            token_norm=first.token_norm.weight,
-            hidden_norm=first.hidden_norm.weight,
+            token_norm=head.token_norm.weight,
+            hidden_norm=head.hidden_norm.weight,
             q_norm=_weight(layer.attention.q_norm),
             k_norm=_weight(layer.attention.k_norm),
             mlp_norm=layer.mlp_norm.weight,
@@ -146,7 +131,7 @@ class NativeChain:
             cos=cos,
             sin=sin,
             target_ids=head.target_ids,
-            words=lanes.hashes,
+            words=hashes,
             k_cache=cache.kv[0][0],
             v_cache=cache.kv[0][1],
             hidden=spec.hidden_size,
@@ -165,7 +150,7 @@ class NativeChain:
 
 
 def _products(head: Eagle3Head) -> Mapping[str, Callable[[Tensor], Tensor]]:
-    layer, fc = head.first.layer, {} if head.fc is None else {"fc": head.fc}
+    layer, fc = head.layers[0], {} if head.fc is None else {"fc": head.fc}
     return fc | {
         "qkv": layer.attention.qkv_proj,
         "o": layer.attention.o_proj,

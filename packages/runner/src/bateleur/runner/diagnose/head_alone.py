@@ -19,7 +19,7 @@ from torch import Tensor
 
 from bateleur.eagle import DraftContext, TargetNeeds
 from bateleur.eagle.heads import Head, HeadSpec
-from bateleur.eagle.heads.eagle3 import Eagle3Head
+from bateleur.eagle.heads.eagle import Eagle3Head
 from bateleur.runner.spec_decode.mtp_head import MtpHead
 
 H = TypeVar("H", Eagle3Head, MtpHead)
@@ -55,9 +55,6 @@ def conventions(head: Head, num_layers: int) -> list[Convention]:
     if isinstance(head, Eagle3Head):
         normed = not head.spec.norm_before_residual
         other = _respecified(head, norm_before_residual=normed)
-        other.first = copy.copy(head.first)
-        # The layer copied the switch from the spec when it was constructed.
-        vars(other.first)["_norm_before_residual"] = normed
         add(f"first residual from the {'normed' if normed else 'plain'} hidden state", "norm", other)
         recycle = "post_norm" if head.spec.recycle == "pre_norm" else "pre_norm"
         add("norm_output inverted", "norm", _respecified(head, recycle=recycle))
