@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from bateleur.eagle._logit_rows import LogitRows
 from bateleur.eagle.draw import SampledTokens, argmax, draw
 from bateleur.eagle.log_normalizer import LogNormalizer, exact_sum
 from bateleur.eagle.noise import HashedVocab, Keys, Role, uniform
 from bateleur.eagle.rules import (
     DraftDistribution,
     Drafts,
+    LogitRows,
     Logits,
     OneHot,
     RejectionOutput,
@@ -115,10 +115,10 @@ def _case(logits: Tensor, drafts: Drafts, rows: Rows, rule: Rule, vocab: HashedV
 def _probability(logits: Tensor, scale: LogNormalizer, row: Tensor, token: Tensor, shard: VocabShard | None) -> Tensor:
     """Return the probabilities of `token` (any shape) in the logit rows `row` (same shape); 0 for invalid ids."""
     if shard is None:
-        lane, here = token.clamp(0, logits.shape[1] - 1), (token >= 0) & (token < logits.shape[1])
+        index, here = token.clamp(0, logits.shape[1] - 1), (token >= 0) & (token < logits.shape[1])
     else:
-        lane, here = shard.local_indices(token)
-    found = scale.at(row).log_probs(logits[row, lane].unsqueeze(-1)).exp_().squeeze(-1).where(here, 0.0)
+        index, here = shard.local_indices(token)
+    found = scale.at(row).log_probs(logits[row, index].unsqueeze(-1)).exp_().squeeze(-1).where(here, 0.0)
     # One rank has it, and the others nothing: no sum is rounded.
     return found if shard is None else shard.collectives.sum_(found)
 
@@ -126,25 +126,21 @@ def _probability(logits: Tensor, scale: LogNormalizer, row: Tensor, token: Tenso
 def _declared(
     distribution: Logits, tokens_RK: Tensor, temperature: Tensor, vocab_size: int
 ) -> tuple[Tensor, Tensor, LogNormalizer]:
-    """Return the draft probability q of every draft, and whether its distribution is valid, (R, K) each; and the
-    log-sum-exp of the draft logits over the temperature.
-    """
+    """Return the probability q of every draft, whether its distribution is valid, and the log-sum-exp of its logits."""
     scaled_ND = apply_temperature(distribution.logits.float(), temperature).flatten(0, 1)
-    scale, lane_RK = LogNormalizer.of(scaled_ND, distribution.shard), tokens_RK
+    scale, draft_id_RK = LogNormalizer.of(scaled_ND, distribution.shard), tokens_RK
     row_RK = torch.arange(tokens_RK.numel(), device=tokens_RK.device).view(tokens_RK.shape)
     if distribution.ids is not None:
-        lane_of = torch.full((vocab_size + 1,), -1, device=tokens_RK.device)
+        draft_id_of = torch.full((vocab_size + 1,), -1, device=tokens_RK.device)
         index_D = torch.arange(scaled_ND.shape[1], device=tokens_RK.device)
-        lane_of.scatter_(0, distribution.ids.clamp(max=vocab_size), index_D)
-        lane_RK = lane_of[tokens_RK.clamp(0, vocab_size - 1)]
-    q_RK = _probability(scaled_ND, scale, row_RK, lane_RK, distribution.shard)
+        draft_id_of.scatter_(0, distribution.ids.clamp(max=vocab_size), index_D)
+        draft_id_RK = draft_id_of[tokens_RK.clamp(0, vocab_size - 1)]
+    q_RK = _probability(scaled_ND, scale, row_RK, draft_id_RK, distribution.shard)
     return q_RK, scale.best.isfinite().view(tokens_RK.shape), scale
 
 
 def _matches(case: _Case) -> Tensor:
-    """Return (R, K) bool: whether the draft is the first maximum of its logit row, which is the test of greedy
-    requests.
-    """
+    """Return whether each draft is the first maximum of its logit row, (R, K), which is the test of greedy requests."""
     return case.best.token_ids[case.logit_rows.index[:, :-1]] == case.logit_rows.tokens
 
 
@@ -155,25 +151,26 @@ def _excess(case: _Case, row_R: Tensor, draft_R: Tensor, weight_R: Tensor) -> Te
     ids, of_shard, shard = case.distribution.ids, case.distribution.shard, case.shard
     excess_RV = case.scale.at(row_R).log_probs(case.logits[row_R]).exp_().mul_(weight_R.unsqueeze(1))
     at_R = torch.arange(len(draft_R), device=draft_R.device) * case.p.shape[1] + draft_R
-    scaled_RD = apply_temperature(
-        case.distribution.logits.flatten(0, 1)[at_R].float(), case.logit_rows.rows.temperature
-    )
+    drafted_RD = case.distribution.logits.flatten(0, 1)[at_R].float()
+    scaled_RD = apply_temperature(drafted_RD, case.logit_rows.rows.temperature)
     q_RD = case.drafted.at(at_R).log_probs(scaled_RD).exp_()
     width, first = excess_RV.shape[1], 0 if shard is None or of_shard is not None else shard.first
     if ids is None:
         q_RD = q_RD[:, first : first + width]
         excess_RV[:, : q_RD.shape[1]] -= q_RD
     else:
-        lane_D = ids - first
-        lane_D = lane_D.where((lane_D >= 0) & (lane_D < width), width)
-        excess_RV = pad(excess_RV, (0, 1)).index_add_(1, lane_D, q_RD, alpha=-1)[:, :-1]
+        index_D = ids - first
+        index_D = index_D.where((index_D >= 0) & (index_D < width), width)
+        excess_RV = pad(excess_RV, (0, 1)).index_add_(1, index_D, q_RD, alpha=-1)[:, :-1]
     return excess_RV.clamp_min_(0)
 
 
 def _emit(case: _Case, accepted_R: Tensor, weight_R: Tensor, vocab: HashedVocab | None) -> RejectionOutput:
-    """Sample the token after the accepted drafts: from the residual if a draft was rejected, else from the target."""
-    rows, (row_R, token_R, rejected_R) = case.logit_rows.rows, case.logit_rows.column(accepted_R)
-    rejected_R1 = (rejected_R & ~case.greedy).unsqueeze(1)
+    """Emit the accepted drafts, and a sample of the residual if a draft was rejected, else of the target."""
+    logit_rows, rows, end_R1 = case.logit_rows, case.logit_rows.rows, accepted_R.unsqueeze(1)
+    drafts_RC = pad(logit_rows.tokens, (0, 1), value=-1)
+    rejected_R1 = pad(logit_rows.drafted, (0, 1), value=False).gather(1, end_R1) & ~case.greedy.unsqueeze(1)
+    row_R = logit_rows.index.gather(1, end_R1).squeeze(1)
     final_RV = case.logits[row_R]
     if isinstance(case.distribution, Logits):
         draft_R = accepted_R.clamp(max=case.p.shape[1] - 1)
@@ -182,9 +179,12 @@ def _emit(case: _Case, accepted_R: Tensor, weight_R: Tensor, vocab: HashedVocab 
         rejected_R1 &= exact_sum(excess_RV.clone(), shard=case.shard) > 0
         final_RV = torch.where(rejected_R1, excess_RV.log_(), final_RV)
     else:
-        lane_V = torch.arange(final_RV.shape[1], device=final_RV.device)
-        if case.shard is not None:
-            lane_V += case.shard.first
-        final_RV = final_RV.masked_fill_(rejected_R1 & (lane_V == token_R.unsqueeze(1)), -torch.inf)
+        first = 0 if case.shard is None else case.shard.first
+        id_V = torch.arange(first, first + final_RV.shape[1], device=final_RV.device)
+        final_RV = final_RV.masked_fill_(rejected_R1 & (id_V == drafts_RC.gather(1, end_R1)), -torch.inf)
     keys = Keys(rows.seeds, rows.first_position + accepted_R)
-    return case.logit_rows.output(accepted_R, draw(final_RV, rows.temperature, keys, vocab=vocab))
+    last = draw(final_RV, rows.temperature, keys, vocab=vocab)
+    # A request whose sample is bad (see `SampledTokens`) or that has no rows gets only the drafts.
+    last_R = last.token_ids.masked_fill(last.bad | ~logit_rows.occupied, -1)
+    tokens_RC = torch.where(logit_rows.row_numbers < end_R1, drafts_RC, -1).scatter_(1, end_R1, last_R.unsqueeze(1))
+    return RejectionOutput(tokens_RC, accepted_R + (last_R >= 0), last.bad & logit_rows.occupied)

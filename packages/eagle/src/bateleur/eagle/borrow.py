@@ -7,8 +7,6 @@ build of its own. This is checked, because wrong metadata only lowers the accept
 from dataclasses import is_dataclass
 from typing import Protocol
 
-from torch import Tensor
-
 from bateleur.metadata import CommonAttentionMetadata, PagedAttentionMetadata
 
 
@@ -41,16 +39,16 @@ def borrow_violations(
     now: number of times that the target's buffers have been staged, for a pass that reads them later (a graph replay).
         It must equal the `generation` of the batch, else the buffers hold another step.
     """
-    memory = {
-        "query_start_loc": batch.query_start_loc,
-        "seq_lens": batch.seq_lens,
-        "slot_mapping": batch.slot_mappings[group],
-        "block_table": batch.block_tables[group],
+    pairs = {
+        "query_start_loc": (metadata.query_start_loc, batch.query_start_loc),
+        "seq_lens": (metadata.seq_lens, batch.seq_lens),
+        "slot_mapping": (metadata.slot_mapping, batch.slot_mappings[group]),
+        "block_table": (metadata.block_table, batch.block_tables[group]),
     }
     found = [
         f"{name} is not memory of the step"
-        for name, tensor in memory.items()
-        if not _same(getattr(metadata, name), tensor)
+        for name, (a, b) in pairs.items()
+        if a.data_ptr() != b.data_ptr() or a.shape != b.shape
     ]
     for name in ("max_query_len", "max_seq_len"):
         its, ours = getattr(metadata, name), getattr(batch, name)
@@ -71,7 +69,3 @@ def require_borrow(
     """Raise `BorrowError` if `borrow_violations` finds any."""
     if found := borrow_violations(metadata, batch, group, now):
         raise BorrowError(f"the target's attention metadata can't be borrowed: {'; '.join(found)}")
-
-
-def _same(a: Tensor, b: Tensor) -> bool:
-    return a is b or (a.data_ptr() == b.data_ptr() and a.shape == b.shape)

@@ -86,26 +86,23 @@ class DraftInputs(DraftBuffers):
     ) -> None:
         keys = cache.kv[0][0]
         super().__init__(limits, num_speculative_tokens, keys.device)
-        rows, blocks = limits.max_num_reqs, cache.blocks.max_blocks
-        dtype = cache.dtype or keys.dtype
-        self.hidden = keys.new_zeros(limits.max_num_tokens, head.spec.hidden_size, dtype=dtype)
+        rows, size = limits.max_num_reqs, head.spec.hidden_size
+        self.hidden = keys.new_zeros(limits.max_num_tokens, size, dtype=cache.dtype or keys.dtype)
         self.seeds = keys.new_zeros(rows, dtype=torch.int64)
         self.temperature = keys.new_zeros(rows, dtype=torch.float32)
-        self.block_table = keys.new_zeros(rows, blocks, dtype=torch.int32)
+        self.block_table = keys.new_zeros(rows, cache.blocks.max_blocks, dtype=torch.int32)
         self.logits: DraftLogits | None = None
         if rule is not Rule.COUPLED:
             width = len(vocab_of(head, torch.device("cpu")).hashes)
             self.logits = DraftLogits(rows, num_speculative_tokens, width, self.device)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return every buffer that is staged for each step, by name: all but the logits of drafts, which outlive a
-        step.
-        """
+        """Return every buffer that is staged for each step, by name: all but the logits of drafts."""
         staged = {} if self.logits is None else {"logits.rows": self.logits.rows}
         return super().tensors() | staged
 
     def addresses(self) -> dict[str, int]:
-        """Return the data pointer of every buffer by name. They never change."""
+        """Return the data pointer of every buffer by name, logits included."""
         kept = {} if self.logits is None else {"logits.lines": self.logits.lines.data_ptr()}
         return super().addresses() | kept
 
@@ -146,9 +143,7 @@ class DraftLogits:
         self.rows = torch.full((max_num_reqs,), max_num_reqs, dtype=torch.int64, device=device)
 
     def stage(self, rows: Tensor | None) -> None:
-        """Set the rows (R,) int64 of the request table for which `keep` stores logits from now on; None for a dummy
-        step.
-        """
+        """Set the rows (R,) int64 of the request table for which `keep` stores logits; None for a dummy step."""
         count = 0 if rows is None else len(rows)
         if rows is not None:
             self.rows[:count] = rows
@@ -165,7 +160,5 @@ class DraftLogits:
         self.lines.index_copy_(0, line_n, logits.float())
 
     def of(self, rows: Tensor) -> Tensor:
-        """Return a copy of the logits (R, K, Vd) float32 of the request table's rows `rows`, (R,) int64. Undefined
-        where a draft is missing.
-        """
+        """Return a copy of the logits (R, K, Vd) float32 of `rows` (R,); undefined where a draft is missing."""
         return self.lines[:-1].view(self._shape).index_select(0, rows)

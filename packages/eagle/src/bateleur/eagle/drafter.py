@@ -48,9 +48,7 @@ class DraftContext:
     next_token: Tensor
     """(R,) int64 token after the last valid one: the last emitted token, or the next one of the prompt."""
     num_valid: Tensor
-    """(R,) int64 tokens of the row that are kept: certain ones and accepted drafts; at least 1, or 0 in a row that
-    ended with an error, whose drafts are ignored.
-    """
+    """(R,) int64 tokens of the row that are kept, accepted drafts included: at least 1, or 0 after an error."""
     emitted: Tensor
     """(R, 1 + K) int64 tokens emitted in this step, -1 after the last; all -1 in the middle of a prompt."""
     rows: Tensor
@@ -64,8 +62,7 @@ class DraftContext:
     key: BatchExecutionDescriptor | None
     """The graph that the target's step ran on; None if it ran eagerly."""
     greedy: bool = False
-    """Every row's temperature is 0, as the host knows, so that eager passes need no noise. False is always correct.
-    """
+    """Every row's temperature is 0, so that eager passes need no noise. False is always correct."""
     start_positions: Tensor | None = None
     """(R,) int64, first position of each row that the drafter has seen; it attends to no earlier one. At most the
     first position of this step. None means 0 and is what drafters get that cannot start late, see
@@ -77,11 +74,10 @@ class DraftContext:
         expected = len(needs.taps) + needs.hidden
         if len(self.features) != expected:
             raise ValueError(f"features has {len(self.features)} tensors; the head needs {expected}: {needs}")
+        num_tokens = self.batch.num_tokens
         for index, feature in enumerate(self.features):
-            if feature.shape[0] != self.batch.num_tokens:
-                raise ValueError(
-                    f"features[{index}] has {feature.shape[0]} tokens; the step has {self.batch.num_tokens}"
-                )
+            if len(feature) != num_tokens:
+                raise ValueError(f"features[{index}] has {len(feature)} tokens; the step has {num_tokens}")
         if not 0 <= self.num_drafts <= num_speculative_tokens:
             raise ValueError(f"num_drafts is {self.num_drafts}; it must be in [0, {num_speculative_tokens}]")
 
@@ -129,15 +125,12 @@ class SamplingDrafter(Drafter, Protocol):
     rule: Rule
 
     def distribution(self, rows: Tensor) -> DraftDistribution:
-        """Return the distribution of the last drafts of rows (R,) int64 of the request table; `Logits` of all K drafts
-        of each. No host sync.
-        """
+        """Return the distribution of the last K drafts of rows (R,) int64 of the request table. No host sync."""
         ...
 
 
 def distribution_of(drafter: Drafter | None, rule: Rule) -> Callable[[Tensor], DraftDistribution]:
-    """Return a function from rows of the request table to the distribution of their drafts, for an engine that verifies
-    under `rule`.
+    """Return a function from rows of the request table to the distribution of their drafts, to verify under `rule`.
 
     Under RATIO and BLOCK the drafts of a drafter without a declared distribution count as one-hot. They must then be a
     function of the tokens, so the engine sets `DraftContext.temperature` to 0. Raises `ValueError` for a drafter that

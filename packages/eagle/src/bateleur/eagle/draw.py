@@ -88,8 +88,6 @@ DRAW = Implementations(_draw, triton="bateleur.eagle.kernels.rejection_sampler:d
 
 
 def perturbed(noise_RV: Tensor, logits: Tensor, temperature: Tensor) -> Tensor:
-    """Return the perturbed logits (R, V) of which `draw` takes the argmax. `noise_RV` is Gumbel noise and is
-    overwritten.
-    """
+    """Return the perturbed logits (R, V) of which `draw` takes the argmax. Overwrites the Gumbel noise `noise_RV`."""
     # Finite noise times 0 is 0, so greedy rows keep their logits.
     return noise_RV.mul_((temperature > 0).to(noise_RV.dtype).unsqueeze(1)).add_(logits)

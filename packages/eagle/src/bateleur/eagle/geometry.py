@@ -67,8 +67,7 @@ def stage_chain(buffers: DraftBuffers, token: Tensor, block_table: Tensor, block
     A request whose position is `max_model_len` or more stores nothing, keeps its length, and gets no draft. Raises
     `ValueError` if n is larger than the buffers or the table.
     """
-    _check_chain(buffers, token, block_table)
-    FORMS["stage_chain"].on(buffers.seq_lens)(buffers, token, block_table, block_size)
+    _chain("stage_chain", buffers, token, block_table, block_size)
 
 
 def advance(buffers: DraftBuffers, token: Tensor, block_table: Tensor, block_size: int) -> None:
@@ -76,17 +75,17 @@ def advance(buffers: DraftBuffers, token: Tensor, block_table: Tensor, block_siz
 
     Called after the last draft, too, although the staged pass is not run. A further call records nothing.
     """
-    _check_chain(buffers, token, block_table)
-    FORMS["advance"].on(buffers.seq_lens)(buffers, token, block_table, block_size)
+    _chain("advance", buffers, token, block_table, block_size)
 
 
-def _check_chain(buffers: DraftBuffers, token: Tensor, block_table: Tensor) -> None:
+def _chain(name: str, buffers: DraftBuffers, token: Tensor, block_table: Tensor, block_size: int) -> None:
     most = min(buffers.limits.max_num_reqs, block_table.shape[0])
     if token.dim() != 1 or token.shape[0] > most:
         raise ValueError(
             f"token: has shape {tuple(token.shape)}, must be (n,) with at most {buffers.limits.max_num_reqs} rows "
             f"of the buffers and {block_table.shape[0]} of block_table"
         )
+    FORMS[name].on(buffers.seq_lens)(buffers, token, block_table, block_size)
 
 
 def _stage_first(

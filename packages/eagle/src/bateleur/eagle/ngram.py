@@ -19,9 +19,7 @@ from bateleur.eagle.drafter import DraftContext, TargetNeeds
 from bateleur.metadata import upload
 
 _PLACES, _PLACES_ON_CPU = 2**21, 2**18
-"""Token positions that are searched at once, at about 16 bytes each. More would not fit the caches of a CPU, fewer
-would not fill a GPU.
-"""
+"""Token positions that are searched at once, at about 16 bytes each: they fit the caches of a CPU and fill a GPU."""
 
 
 class NGramDrafter:
@@ -67,7 +65,7 @@ class NGramDrafter:
 
     @staticmethod
     def token_bytes(max_model_len: int) -> int:
-        """Return the bytes that are stored for one request of at most `max_model_len` tokens."""
+        """Return the bytes that are stored for a request of at most `max_model_len` tokens."""
         return torch.int32.itemsize * (max_model_len + 1)
 
     def admit(self, row: int, token_ids: list[int]) -> None:

@@ -6,13 +6,13 @@ Legend for shapes: R requests, N logit rows, K draft tokens at most, V target vo
 import torch
 from torch import Tensor
 
-from bateleur.eagle._logit_rows import LogitRows
+from bateleur.eagle._ratio_block import block, ratio
 from bateleur.eagle.draw import SampledTokens, argmax, draw
 from bateleur.eagle.noise import HashedVocab
-from bateleur.eagle.rules import Drafts, OneHot, RejectionOutput, Rows, Rule, apply_temperature
+from bateleur.eagle.rules import Drafts, LogitRows, OneHot, RejectionOutput, Rows, Rule, apply_temperature
 from bateleur.eagle.sample import sample
 from bateleur.eagle.sampling_metadata import SamplingMetadata
-from bateleur.metadata.dispatch import Implementations, load
+from bateleur.metadata.dispatch import Implementations
 
 
 def verify(
@@ -54,9 +54,8 @@ def verify(
     if rule is not Rule.COUPLED:
         if metadata is not None and (metadata.penalties is not None or not greedy):
             logits = metadata.apply(logits, shard)
-        tests = "ratio" if rule is Rule.RATIO or isinstance(drafts.distribution, OneHot) else "block"
-        output: RejectionOutput = load(f"bateleur.eagle._ratio_block:{tests}")(logits.float(), drafts, rows, vocab)
-        return output
+        verify_by = ratio if rule is Rule.RATIO or isinstance(drafts.distribution, OneHot) else block
+        return verify_by(logits.float(), drafts, rows, vocab)
     by_torch = logits.dtype is torch.float64 or shard is not None
     form = COUPLED.torch if by_torch else COUPLED.on(logits)
     return form(logits, drafts, rows, vocab, greedy=greedy, metadata=metadata)

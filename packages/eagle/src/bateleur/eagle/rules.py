@@ -1,6 +1,6 @@
 """Acceptance rules of verification, how drafts were proposed, and the noise that each rule may read.
 
-Legend for shapes: R requests, K draft tokens at most, V target vocabulary, Vd draft vocabulary.
+Legend for shapes: R requests, N logit rows, K draft tokens at most, C = K + 1, V and Vd vocabulary of target and draft.
 """
 
 from __future__ import annotations
@@ -153,6 +153,44 @@ class Rows:
 
     def __len__(self) -> int:
         return self.seeds.shape[0]
+
+
+@dataclass(frozen=True, slots=True)
+class LogitRows:
+    """Maps drafts to the logit rows that verify them.
+
+    row_numbers: (C,) int64, the numbers 0 .. C-1. index: (R, C) int64, index among the N logit rows of the i-th logit
+    row of each request, clamped to N - 1. drafted: (R, K) bool, whether there is a draft.
+    """
+
+    rows: Rows
+    tokens: Tensor
+    row_numbers: Tensor
+    index: Tensor
+    drafted: Tensor
+    occupied: Tensor
+    """(R,) bool: the request has logit rows."""
+
+    @classmethod
+    def of(cls, num_logits: int, drafts: Drafts, rows: Rows) -> LogitRows:
+        """Assign each draft to the logit row that verifies it. num_logits: N, number of logit rows."""
+        tokens_RK, first_R = drafts.tokens, rows.query_start_loc[:-1].long()
+        num_R = rows.query_start_loc[1:] - first_R
+        row_C = torch.arange(tokens_RK.shape[1] + 1, device=tokens_RK.device)
+        index_RC = (first_R.unsqueeze(1) + row_C).clamp_(max=num_logits - 1)
+        drafted_RK = (row_C[1:] < num_R.unsqueeze(1)) & (tokens_RK >= 0)
+        return cls(rows, tokens_RK, row_C, index_RC, drafted_RK, num_R > 0)
+
+    def owners(self, num_logits: int) -> tuple[Tensor, Keys]:
+        """Return the request of every logit row, (N,) int64, and the key of its sample. Padding is the last one's."""
+        starts, row_N = self.rows.query_start_loc, torch.arange(num_logits, device=self.index.device)
+        owner_N = torch.searchsorted(starts[1:].contiguous(), row_N.int(), right=True).clamp_(max=len(self.rows) - 1)
+        position_N = self.rows.first_position[owner_N] + (row_N - starts[owner_N])
+        return owner_N, Keys(self.rows.seeds[owner_N], position_N)
+
+    def run(self, passed_RK: Tensor) -> Tensor:
+        """Return how many leading drafts of each request exist and passed their tests `passed_RK`, (R,) int64."""
+        return (passed_RK & self.drafted).to(torch.int64).cumprod(1).sum(1)
 
 
 class RejectionOutput(NamedTuple):

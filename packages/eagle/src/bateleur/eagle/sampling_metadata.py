@@ -129,23 +129,13 @@ def mask_truncated_(scaled_NV: Tensor, least_N1: Tensor, last_N1: Tensor) -> Non
     scaled_NV.masked_fill_(drop_NV.logical_or_(scaled_NV < least_N1), -torch.inf)
 
 
-def truncation_thresholds(logits: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+def thresholds_by_sort(logits: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
     """Return the truncation threshold of every row: the smallest kept logit (after the temperature), (N,) float32,
     and the last kept token id equal to it, (N,) int32.
 
     Both are -inf and V in a greedy row, and in a row without a finite maximum.
 
     logits: (N, V) float32. values: (N, 4) float32, see `SamplingMetadata`.
-    """
-    return _truncate_rows(logits, values) if logits.is_cpu else thresholds_by_sort(logits, values)
-
-
-TRUNCATION = Implementations(truncation_thresholds, triton="bateleur.eagle.kernels.truncation:truncation_thresholds")
-
-
-def thresholds_by_sort(logits: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute `truncation_thresholds` by a sort: the specification, and the implementation for a CPU without a
-    compiler.
     """
     size, scaled_NV = logits.shape[1], apply_temperature(logits, values[:, TEMPERATURE])
     best_N1 = scaled_NV.amax(-1, keepdim=True)
@@ -167,12 +157,14 @@ def _fake(logits: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
 
 
 _library = Library("bateleur", "FRAGMENT")
-_ON_CPU = Implementations(thresholds_by_sort, native="bateleur.eagle.native:truncate_rows")
-_truncate_rows = define_op(_library, thresholds_by_sort, _ON_CPU, mutates=(), fake=_fake, name="truncate_rows")
+truncation_thresholds = define_op(
+    _library, thresholds_by_sort, Implementations(thresholds_by_sort), mutates=(), fake=_fake, name="truncate_rows"
+)
+"""`thresholds_by_sort` as a torch operator, so that a recorded graph holds what numpy sorts."""
+TRUNCATION = Implementations(truncation_thresholds, triton="bateleur.eagle.kernels.truncation:truncation_thresholds")
 
 
 def _descending(logits_NV: Tensor) -> Tensor:
-    """Return the values of every row, largest first."""
     if logits_NV.is_cpu:  # numpy sorts values alone, six times as fast as torch, which sorts pairs
         return torch.from_numpy(np.sort(logits_NV.neg().numpy(), axis=-1)).neg_()
     return logits_NV.sort(dim=-1, descending=True).values
@@ -190,6 +182,5 @@ def _nucleus_size(top_NV: Tensor, top_k_N: Tensor, top_p_N: Tensor) -> Tensor:
     sum_NV = mass_NV.cumsum(dim=-1)
     limit_N1 = sum_NV[:, -1:].double() * top_p_N.unsqueeze(1)
     # The mass before a token is compared, so the token that crosses the limit is kept.
-    before_NV = sum_NV - mass_NV
-    size_N = (before_NV.double() < limit_N1).sum(dim=-1)
+    size_N = ((sum_NV - mass_NV).double() < limit_N1).sum(dim=-1)
     return torch.minimum(size_N.clamp_(min=1), top_k_N)

@@ -27,8 +27,8 @@ _LEAST = torch.finfo(torch.float32).min
 
 
 class _Found(NamedTuple):
-    """Result of a search for each row, (N,) int64 each: the found value as an ordered integer (`order_of`); the number
-    or mass of tokens above it, that of tokens equal to it, and the part of the latter in this shard.
+    """The value that a search found in each row (`order_of`); the weight of tokens above it and equal to it, and the
+    part of the latter in this shard; (N,) int64 each.
     """
 
     order: Tensor
@@ -38,8 +38,8 @@ class _Found(NamedTuple):
 
 
 class _Edge(NamedTuple):
-    """The threshold of each row, (N,) int64 each: its ordered integer (`order_of`), how many of the `ties` tokens
-    equal to it are kept, and how many ties are in this shard. The counts are 0 if no tie is dropped.
+    """The threshold of each row (`order_of`), how many of the `ties` tokens equal to it are kept, and how many ties are
+    in this shard; (N,) int64 each. The counts are 0 if no tie is dropped.
     """
 
     order: Tensor

@@ -161,9 +161,7 @@ class EagleSpeculator:
         return tokens_RK
 
     def distribution(self, rows: Tensor) -> DraftDistribution:
-        """Return the distribution of the last drafts of the request table's rows `rows`: their logits under RATIO and
-        BLOCK.
-        """
+        """Return the distribution of the last drafts of these rows of the request table: `Logits` or `Coupled`."""
         if self.inputs.logits is None:
             return Coupled()
         return Logits(self.inputs.logits.of(rows), self.head.target_ids, self._passes.vocab.shard)
@@ -182,9 +180,7 @@ class EagleSpeculator:
 
     @torch.no_grad()
     def warm_up(self, target: TargetState) -> None:
-        """Run all draft passes after a staged dummy step, eagerly, so that no later step of this size loads a kernel:
-        with noise, without, and those that only store keys and values.
-        """
+        """Run all kinds of draft passes after a staged dummy step, so that no later step loads a kernel."""
         first, rows, longest = self._adopt(target, Phase.WARMUP), target.batch.num_actual_reqs, self.steps.max_seq_len
         self._passes.store_kv(Execution(None, first))
         for greedy in (True, False):

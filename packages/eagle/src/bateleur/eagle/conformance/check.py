@@ -59,9 +59,9 @@ def check_drafter(
 
     Raises:
         ConformanceError: with every violation found; each starts with the letter of its class. P: shape, dtype or ids
-            of a proposal. N: more drafts than requested. W: inputs are written to. S: it waits for the device. B: drafts
-            depend on the other requests, on their order, or on an earlier request. D: drafts depend on padding. K: drafts
-            depend on the earlier number of drafts. T: emitted tokens differ from those of plain decoding.
+            of a proposal. N: more drafts than requested. W: inputs are written to. S: it waits for the device.
+            B: drafts depend on the other requests, on their order, or on an earlier request. D: on padding. K: on the
+            earlier number of drafts. T: emitted tokens differ from those of plain decoding.
     """
     run = _Check(make_drafter, reads_device, target, engine)
     base = run.run(_JOBS, plain=True)
@@ -137,10 +137,8 @@ class _Check:
     def sound(self, proposal: Any, shape: tuple[int, int], num_drafts: int, vocab_size: int) -> Tensor:
         """Check shape, dtype and ids of a proposal; return it with -1 in place of entries that an engine can't use."""
         if not isinstance(proposal, Tensor) or proposal.shape != shape or proposal.dtype != torch.int64:
-            found = type(proposal)
-            if isinstance(proposal, Tensor):
-                found = f"{proposal.dtype} {tuple(proposal.shape)}"
-            self.note("P", f"the proposal must be int64 (R, K), such as {shape}; it is {found}")
+            found = (proposal.dtype, tuple(proposal.shape)) if isinstance(proposal, Tensor) else (type(proposal),)
+            self.note("P", f"the proposal must be int64 (R, K), such as {shape}; it is {' '.join(map(str, found))}")
             return torch.full(shape, -1)
         strange = (proposal < -1) | (proposal >= vocab_size)
         if strange.any():

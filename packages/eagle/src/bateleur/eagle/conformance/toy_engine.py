@@ -5,6 +5,7 @@ It reads the device wherever that is convenient. Only the arguments of the draft
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -173,7 +174,7 @@ class ToyEngine:
             num_valid.append(valid)
             emitted.append((new + [-1] * (k + 1))[: k + 1])
             start += len(ids)
-        rows = {
+        rows: dict[str, Any] = {
             "next_token": next_token,
             "num_valid": num_valid,
             "emitted": emitted,
@@ -187,7 +188,7 @@ class ToyEngine:
             features=self.target.features(outputs, self.drafter.needs),
             num_drafts=asked,
             key=self.key,
-            **{name: torch.tensor(values, device=self.device) for name, values in rows.items()},
+            **{name: torch.tensor(values, device=self.device) for name, values in rows.items()},  # type: ignore[arg-type]
         )
 
     def draw(self, logits: Tensor, request: ToyRequest, index: int) -> int:

@@ -6,11 +6,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from bateleur.eagle.rules import apply_temperature
 from bateleur.metadata.dispatch import UNSUPPORTED, Unsupported
 from bateleur.metadata.native import Kernel, kernels, unavailable_reason
 
-_SIGNATURES = (("draw_rows", "plipppppp" + "lli"), ("argmax_rows", "plipp" + "lli"), ("truncate_rows", "ppppppll"))
+_SIGNATURES = (("draw_rows", "plipppppp" + "lli"), ("argmax_rows", "plipp" + "lli"))
 
 
 def takes(logits: Tensor) -> bool:
@@ -19,18 +18,18 @@ def takes(logits: Tensor) -> bool:
     return sound and logits.stride(1) == 1 and logits.numel() > 0 and unavailable_reason() is None
 
 
-def draw_rows(logits: Tensor, values: Tensor, words: Tensor, seeds: Tensor, names: Tensor) -> tuple[Tensor, Tensor]:
+def draw_rows(logits: Tensor, values: Tensor, hashes: Tensor, seeds: Tensor, names: Tensor) -> tuple[Tensor, Tensor]:
     """Sample one token of each of N rows; returns token ids (N,) int64 and bad flags (N,) bool, see `SampledTokens`.
 
     The id is -2 in a row that C cannot decide without its full processed logits.
 
-    values: (N, 4) float32, see `SamplingMetadata`. words: (V,) int32, see `HashedVocab`. seeds, names: (N,) int64, see
+    values: (N, 4) float32, see `SamplingMetadata`. hashes: (V,) int32, see `HashedVocab`. seeds, names: (N,) int64, see
         `noise.names`.
     """
     tokens, bad = _empty(logits)
-    values, words, seeds, names = (each.contiguous() for each in (values, words, seeds, names))
+    values, hashes, seeds, names = (each.contiguous() for each in (values, hashes, seeds, names))
     _kernels()["draw_rows"](
-        logits.data_ptr(), logits.stride(0), logits.dtype is torch.bfloat16, values.data_ptr(), words.data_ptr(),
+        logits.data_ptr(), logits.stride(0), logits.dtype is torch.bfloat16, values.data_ptr(), hashes.data_ptr(),
         seeds.data_ptr(), names.data_ptr(), tokens.data_ptr(), bad.data_ptr(), *logits.shape, torch.get_num_threads(),
     )  # fmt: skip
     return tokens, bad
@@ -46,26 +45,6 @@ def argmax_rows(logits: Tensor) -> tuple[Tensor, Tensor] | Unsupported:
         *logits.shape, torch.get_num_threads(),
     )  # fmt: skip
     return tokens, bad
-
-
-def truncate_rows(logits: Tensor, values: Tensor) -> tuple[Tensor, Tensor] | Unsupported:
-    """Return each row's smallest kept logit, and the last kept token id equal to it; or `Unsupported`.
-
-    values: (N, 4) float32, see `SamplingMetadata`.
-    """
-    if not takes(logits):
-        return UNSUPPORTED
-    scaled = apply_temperature(logits, values[:, 0])
-    # torch computes the exponentials, so that they have the bits that the sort uses.
-    parts = (scaled - scaled.amax(-1, keepdim=True)).exp_()
-    least, last = torch.empty(len(scaled)), torch.empty(len(scaled), dtype=torch.int32)
-    scaled, parts, values = (each.contiguous() for each in (scaled, parts, values))
-    room = torch.empty(scaled.shape[1], 4, dtype=torch.int64)
-    _kernels()["truncate_rows"](
-        scaled.data_ptr(), parts.data_ptr(), values.data_ptr(), least.data_ptr(), last.data_ptr(), room.data_ptr(),
-        *scaled.shape,
-    )  # fmt: skip
-    return least, last
 
 
 def _empty(logits: Tensor) -> tuple[Tensor, Tensor]:

@@ -3,8 +3,7 @@
 
    The first pass has the kept tokens of the target's step, the others one token a row. Keys and values go to the cache;
    those of drafts follow the row's own, and the next step's first pass overwrites them. */
-#include "vec.h"
-#include <math.h>
+#include "winner.h"
 
 enum { TILE = 64, VECS = 4, PART = 64, AT_ONCE = 1 << 14 };
 #define TYPE float
@@ -104,90 +103,16 @@ static void place(const head *h, float *qkv, int64_t position, const int32_t *ta
   memcpy(h->v_cache + slot * kv, k + kv, kv * 4);
 }
 
-/* The natural logarithm of positive normal numbers, to some units in the last place. */
-INLINE vec log_of(vec x) {
-  ivec bits = (ivec)x - 0x3F3504F3; /* so that the mantissa is between sqrt(1/2) and sqrt(2) */
-  vec exponent = __builtin_convertvector(bits >> 23, vec);
-  vec f = (vec)((bits & 0x007FFFFF) + 0x3F3504F3) - 1.0f, y = all(7.0376836292e-2f);
-  y = y * f - 1.1514610310e-1f;
-  y = y * f + 1.1676998740e-1f;
-  y = y * f - 1.2420140846e-1f;
-  y = y * f + 1.4249322787e-1f;
-  y = y * f - 1.6668057665e-1f;
-  y = y * f + 2.0000714765e-1f;
-  y = y * f - 2.4999993993e-1f;
-  y = y * f + 3.3333331174e-1f;
-  y = y * f * f * f - 0.5f * f * f + f;
-  return y + exponent * 0.69314718056f;
-}
-
-static uint64_t fmix64(uint64_t x) {
-  x = (x ^ (x >> 33)) * 0xFF51AFD7ED558CCDu;
-  x = (x ^ (x >> 33)) * 0xC4CEB9FE1A85EC53u;
-  return x ^ (x >> 33);
-}
-
-/* Random bits of hashed lanes in a row of the target's stream; noise.py is the definition. */
-INLINE vec uniform(uvec words, uint64_t name) {
-  uvec x = ((words ^ (uint32_t)name) * 0x7FEB352Du) ^ (uint32_t)(name >> 32);
-  x = (x ^ (x >> 15)) * 0x846CA68Bu;
-  x = (x ^ (x >> 16)) * 0x2C1B3C6Du;
-  return __builtin_convertvector((ivec)(x & 0x7FFFFFFFu), vec) * 0x1.fffffep-32f + 0x1p-32f;
-}
-
-INLINE vec gumbel(vec u) {
-  vec w = 1.0f - u;
-  vec e = pick(w == 1.0f, u, -log_of(w) * u / pick(w == 1.0f, all(1.0f), 1.0f - w)); /* -log1p(-u), by Kahan */
-  return -log_of(e);
-}
-
-/* An upper bound of `gumbel` without a logarithm: gumbel is at most -log(u), and the bits of u bound log2(u). */
-INLINE vec above(vec u) { return __builtin_convertvector(0x3F800000 - (ivec)u, vec) * 8.262958e-8f + 1e-3f; }
-
-INLINE float largest_of(vec v) {
-  ivec lane;
-  for (int i = 0; i < LANES; i++) lane[i] = i;
-  for (int half = LANES / 2; half; half /= 2) {
-    vec other = __builtin_shuffle(v, lane ^ half);
-    v = pick(v > other, v, other);
-  }
-  return v[0];
-}
-
-/* The draft id with the largest of n logits over the temperature, with noise if `name` is given; -1 if none is above -inf,
-   or one is NaN. Noise is computed only where it can decide. */
-static int64_t drawn(const float *logits, int64_t n, float temperature, const uint32_t *words, const uint64_t *name) {
-  vec best = all(-INFINITY), scale = all(1.0f / temperature);
-  ivec where = {}, wrong = {}, lane;
-  float most = -INFINITY;
-  for (int i = 0; i < LANES; i++) lane[i] = i;
-  for (int64_t j = 0; j < n; j += LANES) {
-    int64_t bytes = n - j < LANES ? (n - j) * 4 : LANES * 4;
-    vec x = all(-INFINITY);
-    if (bytes == LANES * 4) x = load(logits + j);
-    else memcpy(&x, logits + j, bytes);
-    if (name) x *= scale;
-    wrong |= x != x;
-    if (name) {
-      uvec w = {};
-      if (bytes == LANES * 4) w = *(const uvec *)(words + j);
-      else memcpy(&w, words + j, bytes);
-      vec u = uniform(w, *name);
-      if (!(largest_of(x + above(u)) > most)) continue;
-      x += gumbel(u);
-    }
-    ivec more = x > best;
-    best = pick(more, x, best);
-    where = (more & (lane + (int32_t)j)) | (~more & where);
-    if (name) most = largest_of(best);
-  }
-  int64_t at = -1;
-  for (int i = 0; i < LANES; i++)
-    if (wrong[i]) return -1;
-  most = -INFINITY;
-  for (int i = 0; i < LANES; i++)
-    if (best[i] > most || (best[i] == most && at >= 0 && where[i] < at)) most = best[i], at = where[i];
-  return at;
+/* The draft id with the largest of n logits over the temperature, plus noise of the target's stream if the temperature is
+   above 0; -1 if none is above -inf, or one is NaN. */
+static int64_t drawn(const float *logits, int64_t n, float temperature, const uint32_t *words, uint64_t seed,
+                     uint64_t name) {
+  int64_t blocks = (n + BLOCK - 1) / BLOCK;
+  float peaks[blocks], param[] = {temperature, -INFINITY, 0, 1};
+  row r = {logits, 0, n, blocks, 1, 0, peaks, words, 0, 0};
+  key_row(&r, seed, name);
+  int64_t token = draw_row(&r, param, peaks, NULL);
+  return token == UNSURE ? draw_among(&r, everything).token : token; /* drafts may differ from those of torch */
 }
 
 /* A pass without its draw: `hidden` (tokens, H) is its input, then (rows, H) the input of the next pass. Returns (rows, Vd)
@@ -289,10 +214,8 @@ int64_t draft(const head *h, const step *s) {
 #pragma omp parallel for num_threads(s->threads) if (s->threads > 1 && p.rows > 8)
     for (int64_t j = 0; j < p.rows; j++) {
       int64_t r = p.row[j], index = p.position[p.last[j]] + 2;
-      uint64_t name = fmix64(fmix64((uint64_t)s->seeds[r] + 0x9E3779B97F4A7C15u) ^ (uint64_t)index);
-      int draws = !s->greedy && s->temperature[r] > 0;
-      const float *own = logits + j * h->output.rows, temperature = draws ? s->temperature[r] : 1.0f;
-      int64_t id = index < s->longest ? drawn(own, h->output.rows, temperature, h->words, draws ? &name : NULL) : -1;
+      const float *own = logits + j * h->output.rows, temperature = s->greedy ? 0 : s->temperature[r];
+      int64_t id = index < s->longest ? drawn(own, h->output.rows, temperature, h->words, s->seeds[r], index) : -1;
       s->drafts[r * s->drafts_stride + column] = id < 0 || !h->target_ids ? id : h->target_ids[id];
     }
   }
