@@ -20,6 +20,7 @@ from torch.library import Library
 from bateleur.eagle import geometry
 from bateleur.eagle.native.chain import NativeChain
 from bateleur.mamba.ops import FORMS
+from bateleur.mamba.planners import FORMS as MAMBA_PLANNERS
 from bateleur.metadata.backends.paged import TritonBackend
 from bateleur.metadata.dispatch import Implementations, load
 from bateleur.runner import LLM, SamplingParams
@@ -109,9 +110,8 @@ def by_triton(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], Counter[
         monkeypatch.setattr(TritonBackend, "unsupported_reason", lambda *_, **__: None)
 
         for name in PLANNERS:
-            home = f"bateleur.mamba.planners.{name}.FORMS"
-            form = load(load(home.replace(".FORMS", ":FORMS")).triton)
-            monkeypatch.setattr(home, Implementations(counted(f"plan_{name}", form)))
+            form = load(MAMBA_PLANNERS[f"plan_{name}"].triton or "")
+            monkeypatch.setitem(MAMBA_PLANNERS, f"plan_{name}", Implementations(counted(f"plan_{name}", form)))
 
         monkeypatch.setattr(NativeChain, "fits", lambda *_: False)
         for name, forms in geometry.FORMS.items():

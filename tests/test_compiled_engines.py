@@ -204,8 +204,8 @@ def _kernels_of(package: ModuleType) -> set[JITFunction[Any]]:
 
 _BY_PACKAGE = "packages/mamba/tests/test_kernel_compile.py"
 NOT_IN_AN_ENGINE = {
-    "bateleur.mamba.ops.fold_window.triton.window_kernel": _BY_PACKAGE,
-    "bateleur.mamba.ops.state_copy.triton.copy_kernel": _BY_PACKAGE,
+    "bateleur.mamba.ops.triton.states.window_kernel": _BY_PACKAGE,
+    "bateleur.mamba.ops.triton.states.copy_kernel": _BY_PACKAGE,
     "bateleur.mamba.planners.triton.copy_plan_kernel": _BY_PACKAGE,
 }
 """Kernels that none of these engines launches, and the tests that compile them."""

@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerFast
 
 from bateleur.cudagraph import DispatchReason
 from bateleur.eagle import Role
-from bateleur.mamba.ops.delta_scan import fla
+from bateleur.mamba.ops import fla
 from bateleur.metadata import Fetch
 from bateleur.metadata.backends.paged import TritonBackend
 from bateleur.metadata.dispatch import Implementations

@@ -11,7 +11,7 @@ import pytest
 
 from bateleur.cudagraph import CudaGraphMode, DispatchReason
 from bateleur.mamba import PromptScan
-from bateleur.mamba.ops.delta_scan import fla
+from bateleur.mamba.ops import fla
 from bateleur.runner import LLM, SamplingParams
 from bateleur.runner.diagnose.checkpoint_facts import describe_checkpoint
 from fla_double import Double

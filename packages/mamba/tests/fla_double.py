@@ -15,7 +15,7 @@ from torch.nn.functional import softplus
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bateleur.mamba import CacheLayout, GatedDelta, KimiDelta, MambaCacheMode, PrefillChunks, PromptScan
-from bateleur.mamba.ops.delta_scan import fla
+from bateleur.mamba.ops import fla
 from bateleur.mamba.prefill_chunks import PrefillChunker
 from bateleur.metadata.conformance._host_sync import is_composite, waits_for_device
 

@@ -33,8 +33,7 @@ def test_the_builder_conforms(drafts: int) -> None:
 
 class MakesSlotsAnew(MambaMetadataBuilder):
     def build(self, *args, **kwargs):
-        self._views.clear()
-        self._buffers = type(self._buffers).allocate(self.layout, LIMITS.max_num_reqs, "cpu")
+        self._buffers = type(self._buffers)(self.layout, LIMITS.max_num_reqs, "cpu")
         return super().build(*args, **kwargs)
 
 

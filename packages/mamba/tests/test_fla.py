@@ -15,7 +15,7 @@ from torch import Tensor
 
 from bateleur.mamba import GatedDelta, KimiDelta, PromptScan, delta_scan_varlen
 from bateleur.mamba.conformance import check_recurrence
-from bateleur.mamba.ops.delta_scan import fla
+from bateleur.mamba.ops import fla
 from bateleur.mamba.recurrences import delta_rule
 from fla_double import Double, NoWait, arguments, cut, unlooked
 from one_token import one_token

@@ -14,7 +14,7 @@ import torch
 
 from bateleur.mamba import GatedDelta, KimiDelta, PromptScan
 from bateleur.mamba.conformance import check_recurrence
-from bateleur.mamba.ops.delta_scan import fla
+from bateleur.mamba.ops import fla
 from fla_double import NoWait, arguments, cut
 from one_token import one_token
 

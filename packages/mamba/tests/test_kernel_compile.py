@@ -382,7 +382,7 @@ def test_planners(there: bool, mode: MambaCacheMode, record_property: Callable[[
 
 def test_every_kernel_is_launched() -> None:
     modules = {import_module(triton_form(name).__module__) for name in FORMS}
-    modules |= {planners, import_module("bateleur.mamba.ops.delta_scan.triton_tiles")}
+    modules |= {planners, import_module("bateleur.mamba.ops.triton.delta_tiles")}
     every = {
         kernel for module in modules for name, kernel in vars(module).items()
         if isinstance(kernel, JITFunction) and name.endswith("_kernel") and kernel.__module__ == module.__name__

@@ -247,7 +247,7 @@ def test_chunks_take_several_pieces(make, monkeypatch):
     """The tile size does not change results."""
     problem = make([50, 3])
     want = problem.copy().scan(ops)
-    monkeypatch.setattr("bateleur.mamba.ops.mamba2_scan._TILE", 3)
+    monkeypatch.setattr("bateleur.mamba.ops.mamba2._TILE", 3)
     torch.testing.assert_close(problem.scan(ops), want, **TIGHT)
 
 

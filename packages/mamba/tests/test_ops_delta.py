@@ -15,7 +15,7 @@ from torch import Tensor
 
 import reference_operators as reference
 from bateleur.mamba import ops
-from bateleur.mamba.ops import delta_scan
+from bateleur.mamba.ops import delta_rule
 
 NAN = float("nan")
 F64 = torch.float64
@@ -347,12 +347,11 @@ def test_extreme_decays_and_strengths(by_channel, decay, beta_scale):
 
 
 def test_pieces_of_any_size_are_the_same(monkeypatch):
-    """Tile size and block size do not change results."""
+    """The tile size does not change results."""
     for by_channel in (False, True):
         args = Batch([45, 7, 20], by_channel=by_channel).scan(24, [1, 2, 3], [1, 2, 3], phase=5)
-        for piece, block in ((4, 4), (8, 2), (16, 16), (64, 1)):
-            monkeypatch.setattr(delta_scan, "_TILE", piece)
-            monkeypatch.setattr(delta_scan, "_BLOCK", block)
+        for piece in (4, 8, 16, 64):
+            monkeypatch.setattr(delta_rule, "_TILE", piece)
             agree("delta_scan_varlen", args, range(72))
 
 

@@ -11,7 +11,6 @@ import sys
 from collections.abc import Callable
 from dataclasses import fields
 from functools import partial
-from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -32,6 +31,7 @@ from bateleur.mamba import (
     plan_replay,
     plan_step,
 )
+from bateleur.mamba.planners import FORMS
 from bateleur.metadata.dispatch import Implementations, load
 
 LAYOUTS = [
@@ -125,9 +125,9 @@ class Forms:
         """What the planner makes in poisoned buffers, some of them views of longer ones."""
         moved = [self._moved(arg) for arg in args]
         named = {name: self._moved(value) for name, value in kwargs.items()}
-        form = getattr(import_module(planner.__module__).FORMS, self.form)
+        form = getattr(FORMS[planner.__name__], self.form)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(f"{planner.__module__}.FORMS", Implementations(load(form) if isinstance(form, str) else form))
+            patch.setitem(FORMS, planner.__name__, Implementations(load(form) if isinstance(form, str) else form))
             assert planner(layout, *moved, out=poisoned(out), **named) is out
         return out
 
@@ -198,7 +198,7 @@ def test_triton_refuses_buffers_with_strides(device: str) -> None:
     layout = CacheLayout(MambaCacheMode.ALL, 4, 0, 8, StatePolicy.FOLD)
     two = torch.ones(2, dtype=torch.int64, device=device)
     out = ReplayPlan(*torch.zeros(5, 2, 2, dtype=torch.int64, device=device)[:, :, 0])
-    form = load(import_module("bateleur.mamba.planners.replay").FORMS.triton)
+    form = load(FORMS["plan_replay"].triton or "")
     with pytest.raises(ValueError, match=r"out.slot has strides \(2,\); a kernel needs it contiguous"):
         form(layout, out, torch.ones(2, 2, device=device).int(), two, two, two, two)
 

@@ -69,5 +69,5 @@ def test_rows_in_flight_get_pages_for_whatever_they_may_write(policy):
             )
             if not pages.table[row, column]
         ]
-        assert pages._missing_cells(rows, computed, lens, len(rows), slack).tolist() == expected
-        assert not len(pages._missing_cells(rows, computed, lens, len(rows), slack)), "they have from here on"
+        assert pages._missing_cells(rows, computed, lens, slack).tolist() == expected
+        assert not len(pages._missing_cells(rows, computed, lens, slack)), "they have from here on"

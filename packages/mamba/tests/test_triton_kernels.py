@@ -386,7 +386,7 @@ def test_m21_copies_shift_windows_in_place(
     device: torch.device, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, head_dim: int
 ) -> None:
     """To another slot, in place with a shift, a window and a state of different slots, from nothing, and nowhere."""
-    from bateleur.mamba.ops.state_copy import triton as copy
+    from bateleur.mamba.ops.triton import states as copy
 
     monkeypatch.setattr(copy, "_MOST_PROGRAMS", 2)
     batch = Batch([1] * 5, state_dtype=dtype, drafts=3, head_dim=head_dim, read=[1, 2, 3, 4, 5], slots=13)
@@ -403,10 +403,13 @@ def test_m21_copies_shift_windows_in_place(
         )
 
 
-@pytest.mark.parametrize("name", ["fold_ring", "fold_window", "copy_states"])
-def test_all_layers_are_one_launch(device: torch.device, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "kernel"), [("fold_ring", "fold_kernel"), ("fold_window", "window_kernel"), ("copy_states", "copy_kernel")]
+)
+def test_all_layers_are_one_launch(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch, name: str, kernel: str
+) -> None:
     home = import_module(triton_form(name).__module__)
-    (kernel,) = (each for each in vars(home) if each.endswith("_kernel"))
     launches: list[tuple[int, ...]] = []
 
     class Counted:

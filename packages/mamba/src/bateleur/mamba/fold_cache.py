@@ -14,12 +14,26 @@ from torch import Tensor
 
 from bateleur.mamba.metadata import MambaMetadata
 from bateleur.mamba.mixer import Mixer, MixerBatch
-from bateleur.mamba.planners import FoldPlan, ReplayPlan, plan_fold, plan_replay
+from bateleur.mamba.planners import FoldPlan, ReplayPlan, SlotPlan, plan_fold, plan_replay
 from bateleur.mamba.prefill_chunks import PrefillChunker, PrefillChunks
 from bateleur.mamba.recurrence import Tensors
 from bateleur.mamba.request_states import RequestStates
 from bateleur.mamba.spec import CacheLayout, PromptScan
 from bateleur.mamba.state_pool import StatePool
+
+
+def step_metadata(
+    chunker: PrefillChunker, plan: SlotPlan | ReplayPlan, table: Tensor, request_row: Tensor, computed: Tensor,
+    query_lens: Sequence[int], first: int,
+) -> MambaMetadata:  # fmt: skip
+    """Return the metadata of a step whose prefills start at row `first`; arguments as in `FoldCache.step`."""
+    starts, chunks = np.add.accumulate([0, *query_lens], dtype=np.int32), PrefillChunks.empty(table.device)
+    if first < len(query_lens):
+        before = computed[first:].int().cpu().numpy()
+        chunks = chunker.split(starts[first:] - starts[first], before, table[first:])
+    split = (first, int(starts[first]), len(query_lens) - first)
+    loc, longest = torch.from_numpy(starts).to(table.device), max(query_lens[:first], default=1)
+    return MambaMetadata(*split, plan, loc, chunks, chunker.chunk_size, longest, request_row)
 
 
 class FoldCache:
@@ -116,23 +130,11 @@ class FoldCache:
         if num_decodes < len(rows):
             prompts = torch.tensor(rows[num_decodes:], device=table.device)
             self._flush_rings(table[num_decodes:], prompts, computed[num_decodes:])
-        return FoldStep(self, self._metadata(table, rows, computed, query_lens, num_decodes), computed)
-
-    def _metadata(
-        self, table: Tensor, rows: Sequence[int], computed: Tensor, query_lens: Sequence[int], first: int
-    ) -> MambaMetadata:
-        """Build the metadata of a step whose prefills start at row `first`."""
-        device, starts = table.device, np.add.accumulate([0, *query_lens], dtype=np.int32)
-        request_row, loc = torch.tensor(list(rows), device=device), torch.from_numpy(starts).to(device)
-        carried = self.states.gather(request_row)
-        plan = plan_replay(self.layout, table, computed, loc.diff(), carried.base, carried.accepted)
-        chunks = PrefillChunks.empty(device)
-        if first < len(rows):
-            before = computed[first:].int().cpu().numpy()
-            chunks = self.chunker.split(starts[first:] - starts[first], before, table[first:])
-        split = (first, int(starts[first]), len(rows) - first)
-        longest = max(query_lens[:first], default=1)
-        return MambaMetadata(*split, plan, loc, chunks, self.chunker.chunk_size, longest, request_row)
+        request_row = torch.tensor(list(rows), device=table.device)
+        carried, lens = self.states.gather(request_row), torch.tensor(list(query_lens), device=table.device)
+        plan = plan_replay(self.layout, table, computed, lens, carried.base, carried.accepted)
+        meta = step_metadata(self.chunker, plan, table, request_row, computed, query_lens, num_decodes)
+        return FoldStep(self, meta, computed)
 
     def _flush_rings(self, table: Tensor, rows: Tensor, computed: Tensor) -> None:
         """Add the rings of prefills that decoded before to their saved states, because a scan reads only these."""

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from bateleur.mamba.metadata import MambaMetadata
-from bateleur.mamba.metadata_buffers import MetadataBuffers, PiecewiseDecodeBuffers, empty_plan
 from bateleur.mamba.planners import (
     CopyPlan,
     FoldPlan,
@@ -76,11 +75,15 @@ class MambaMetadataBuilder:
         self.layout = layout
         self.states = states
         self.graph_support = self.supports(layout.num_speculative_tokens)
-        self._buffers = MetadataBuffers.allocate(layout, max_num_reqs, device)
-        self._views: dict[int, MetadataBuffers] = {}
+        self._buffers = _Buffers(layout, max_num_reqs, device)
+        self._piecewise = _Buffers(layout, max_num_reqs, device)
+        """The decode rows as piecewise graphs read them: rows after the last decode have no tokens, slot 0 and request
+        row 0, so the operators ignore them."""
+        self._piecewise_loc = torch.zeros(max_num_reqs + 1, dtype=torch.int32, device=device)
+        after = FoldPlan if layout.policy is StatePolicy.FOLD else CopyPlan
+        self._commit_plan = after.allocate(max_num_reqs, device)
         self._chunker = PrefillChunker(layout, chunk_size, max_num_reqs, prompt_scan)
         self._no_chunks = PrefillChunks.empty(device)
-        self._piecewise = PiecewiseDecodeBuffers(empty_plan(layout, max_num_reqs, device))
         self._row_indices = torch.arange(max_num_reqs, device=device)
 
     @staticmethod
@@ -98,17 +101,15 @@ class MambaMetadataBuilder:
         for a decode row after a prefill row (with `states`): a scan would treat its draft tokens as accepted.
         """
         del phase
-        buffers = self._views.get(common.num_reqs) or self._buffers_of(common.num_reqs)
-        table, num_reqs = common.block_tables[group], common.num_reqs
-        request_row = None
+        num_reqs, most = common.num_reqs, len(self._row_indices)
+        if num_reqs > most:
+            raise ValueError(f"common: has {num_reqs} rows; the builder was made for max_num_reqs = {most}")
+        table, request_row = common.block_tables[group], None
         if self.states is not None:
-            request_row = buffers.request_row.copy_(self._request_rows(common, group))
-        plan = self._plan(buffers, common, table)
-        num_decodes, num_tokens, chunks = num_reqs, common.num_tokens, self._no_chunks
-        single = decodes_one_token_each(common)
-        if not single:
-            num_decodes, num_tokens, chunks = self._split(common, table)
-        longest = 1 if single else max(1, min(common.max_query_len, 1 + self.layout.num_speculative_tokens))
+            request_row = self._buffers.request_row[:num_reqs].copy_(self._request_rows(common, group))
+        plan = self._plan(common, table, request_row)
+        num_decodes, num_tokens, chunks = self._split(common, table)
+        longest = max(1, min(common.max_query_len, 1 + self.layout.num_speculative_tokens))
         split = (num_decodes, num_tokens, num_reqs - num_decodes)
         return MambaMetadata(
             *split, plan, common.query_start_loc, chunks, self._chunker.chunk_size, longest, request_row
@@ -120,16 +121,20 @@ class MambaMetadataBuilder:
 
         The number of rows in them depends only on the padded number of tokens.
         """
-        own, rows = self._piecewise, min(common.num_tokens, len(self._buffers.request_row))
-        tokens = meta.num_decode_tokens if meta.num_prefills else common.num_actual_tokens
-        own.fill(meta.plan, meta.query_start_loc, meta.request_row, meta.num_decodes, tokens)
+        own, n, rows = self._piecewise, meta.num_decodes, min(common.num_tokens, len(self._row_indices))
+        sources = [*meta.plan.tensors().values(), *([] if meta.request_row is None else [meta.request_row])]
+        targets = [*own.plan.tensors().values(), own.request_row][: len(sources)]
+        torch._foreach_copy_([each[:n] for each in targets], [each[:n] for each in sources])
+        torch._foreach_zero_([each[n:] for each in targets])
+        self._piecewise_loc[:n].copy_(meta.query_start_loc[:n])
+        self._piecewise_loc[n:].fill_(meta.num_decode_tokens if meta.num_prefills else common.num_actual_tokens)
         decodes = replace(
             meta,
             num_decodes=rows,
             num_decode_tokens=common.num_tokens,
             num_prefills=0,
             plan=own.plan.rows(0, rows),
-            query_start_loc=own.query_start_loc[: rows + 1],
+            query_start_loc=self._piecewise_loc[: rows + 1],
             prefill_chunks=self._no_chunks,
             max_query_len=1 + self.layout.num_speculative_tokens,
             request_row=None if meta.request_row is None else own.request_row[:rows],
@@ -141,12 +146,14 @@ class MambaMetadataBuilder:
 
         Assumes that the block tables do not change. 0 if requests carry states or if the batch has prefills.
         """
-        if self.states is not None or meta.num_prefills or not decodes_one_token_each(common):
+        lens = common.seq_len_bound.upper[: common.num_actual_reqs]
+        continues = common.max_query_len == 1 and len(lens) and (lens > 1).all()
+        if self.states is not None or meta.num_prefills or not continues:
             return 0
         if self.layout.mode is MambaCacheMode.NONE:
             return self.layout.max_model_len
         size = self.layout.block_size
-        into_block = (common.seq_len_bound.upper[: common.num_actual_reqs] - 1) % size
+        into_block = (lens - 1) % size
         # The first step of a block reads the previous block's slot and writes another; later steps use one slot.
         return 0 if (into_block == 0).any() else size - 1 - int(into_block.max())
 
@@ -173,9 +180,8 @@ class MambaMetadataBuilder:
         """
         if self.states is None or meta.request_row is None:
             return None
-        table, computed, starts = (common.block_tables[group], common.num_computed_tokens, common.query_start_loc)
-        out, lens = self._views[common.num_reqs].commit_plan, starts[1:] - starts[:-1]
-        scanned = None
+        table, computed, lens = common.block_tables[group], common.num_computed_tokens, common.query_start_loc.diff()
+        out, scanned = self._commit_plan.rows(0, common.num_reqs), None
         if meta.num_prefills:
             scanned = self._row_indices[: common.num_reqs] >= meta.num_decodes
         if isinstance(meta.plan, SlotPlan):
@@ -207,28 +213,24 @@ class MambaMetadataBuilder:
 
     def addresses(self) -> Mapping[str, int]:
         """Return the device address of every persistent buffer, by name."""
-        tensors = self._buffers.plan.tensors() | {"request_row": self._buffers.request_row}
-        tensors |= self._piecewise.tensors()
-        tensors["no_prompts"] = self._no_chunks.query_start_loc
+        tensors = self._buffers.tensors() | {"no_prompts": self._no_chunks.query_start_loc}
+        tensors |= {f"piecewise.{name}": tensor for name, tensor in self._piecewise.tensors().items()}
+        tensors["piecewise.query_start_loc"] = self._piecewise_loc
         return {name: tensor.data_ptr() for name, tensor in tensors.items()}
 
-    def _plan(self, buffers: MetadataBuffers, common: CommonAttentionMetadata, table: Tensor) -> SlotPlan | ReplayPlan:
-        """Compute the state slots of the step into `buffers`, by the planner of the layout's policy."""
-        computed, plan = common.num_computed_tokens, buffers.plan
-        lens = common.query_start_loc[1:] - common.query_start_loc[:-1]
-        carried = None if self.states is None else self.states.gather(buffers.request_row)
+    def _plan(
+        self, common: CommonAttentionMetadata, table: Tensor, request_row: Tensor | None
+    ) -> SlotPlan | ReplayPlan:
+        """Compute the state slots of the step into persistent buffers, by the planner of the layout's policy."""
+        plan = self._buffers.plan.rows(0, common.num_reqs)
+        args = (self.layout, table, common.num_computed_tokens, common.query_start_loc.diff())
+        if self.states is None or request_row is None:
+            assert isinstance(plan, SlotPlan)
+            return plan_step(*args, out=plan)
+        carried = self.states.gather(request_row)
         if isinstance(plan, ReplayPlan):
-            assert carried is not None
-            return plan_replay(self.layout, table, computed, lens, carried.base, carried.accepted, plan)
-        accepted, prev_col = (None, None) if carried is None else (carried.accepted, carried.prev_col)
-        return plan_step(self.layout, table, computed, lens, accepted, plan, prev_col=prev_col)
-
-    def _buffers_of(self, num_reqs: int) -> MetadataBuffers:
-        most = len(self._buffers.request_row)
-        if num_reqs > most:
-            raise ValueError(f"common: has {num_reqs} rows; the builder was made for max_num_reqs = {most}")
-        views = self._views[num_reqs] = self._buffers.rows(num_reqs)
-        return views
+            return plan_replay(*args, carried.base, carried.accepted, plan)
+        return plan_step(*args, carried.accepted, plan, prev_col=carried.prev_col)
 
     @staticmethod
     def _request_rows(common: CommonAttentionMetadata, group: int) -> Tensor:
@@ -275,13 +277,6 @@ class MambaMetadataBuilder:
         return first, int(starts[first]), chunks
 
 
-def decodes_one_token_each(common: CommonAttentionMetadata) -> bool:
-    """Return whether every row of the batch continues a state by one token."""
-    if common.max_query_len != 1 or not common.num_actual_reqs:
-        return False
-    return bool(np.minimum.reduce(common.seq_len_bound.upper[: common.num_actual_reqs]) > 1)
-
-
 def _require_decodes_first(first: int, prompt: npt.NDArray[np.bool_], continues: npt.NDArray[np.bool_]) -> None:
     """Raise ValueError if a request past its prompt follows one inside its prompt; arrays start at row `first`."""
     late = np.logical_or.accumulate(prompt) & ~prompt & continues
@@ -290,3 +285,16 @@ def _require_decodes_first(first: int, prompt: npt.NDArray[np.bool_], continues:
             f"common: row {first + int(late.argmax())} is past its prompt, and row "
             f"{first + int(prompt.argmax())} before it is not; rows past their prompts come first"
         )
+
+
+class _Buffers:
+    """Plan and request rows of a step at fixed addresses, for at most `num_reqs` rows."""
+
+    def __init__(self, layout: CacheLayout, num_reqs: int, device: torch.device | str) -> None:
+        folds = layout.policy is StatePolicy.FOLD
+        self.plan = ReplayPlan.allocate(num_reqs, device) if folds else SlotPlan.allocate(layout, num_reqs, device)
+        self.request_row = torch.zeros(num_reqs, dtype=torch.int64, device=device)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return all buffers by name."""
+        return self.plan.tensors() | {"request_row": self.request_row}

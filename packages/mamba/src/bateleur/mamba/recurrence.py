@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from bateleur.mamba.metadata import MambaMetadata
+from bateleur.mamba.ops import fold_window
 from bateleur.mamba.prefill_chunks import PrefillChunks
 from bateleur.mamba.spec import CacheLayout, StatePolicy, at_least, one_of
 
@@ -40,14 +41,12 @@ class TensorSpec(NamedTuple):
     def random(self, shape: Sequence[int], generator: torch.Generator) -> Tensor:
         """Return normal random numbers, float64; `sign` 1 or -1 makes all of them positive or negative."""
         drawn = torch.empty(tuple(shape), dtype=torch.float64, device=generator.device)
-        self.randomize_(drawn, generator)
-        return drawn
+        return self.randomize_(drawn, generator)
 
-    def randomize_(self, tensor: Tensor, generator: torch.Generator) -> None:
+    def randomize_(self, tensor: Tensor, generator: torch.Generator) -> Tensor:
         """Fill `tensor` with normal random numbers, made all positive or all negative if `sign` is 1 or -1."""
         tensor.normal_(generator=generator)
-        if self.sign:
-            tensor.abs_().mul_(self.sign)
+        return tensor.abs_().mul_(self.sign) if self.sign else tensor
 
 
 class FoldBatch(NamedTuple):
@@ -72,7 +71,8 @@ class Recurrence(ABC):
     """A recurrence after a causal convolution: tensors of its state, ring and parameters, and its operators.
 
     A subclass is a frozen dataclass of its sizes. Layers with equal recurrences share one state tensor. `Mixer` runs
-    the convolution. A pure convolution has the `state_shape` (), an empty `ring_entry`, and None as the state.
+    the convolution. The defaults are those of a pure convolution: the operators return `channels` unchanged, `fold`
+    copies conv windows, and the state is None.
 
     Rules for the operators:
 
@@ -103,13 +103,10 @@ class Recurrence(ABC):
         """Validate the fields; raises ValueError."""
         at_least("conv_width", self.conv_width, 2)
         at_least("num_speculative_tokens", self.num_speculative_tokens, 0)
-        for name in ("conv_dtype", "ssm_dtype"):
-            dtype = getattr(self, name)
+        for name, dtype in {"conv_dtype": self.conv_dtype, "ssm_dtype": self.ssm_dtype}.items():
             if not dtype.is_floating_point:
                 raise ValueError(f"{name} is {dtype}; it must be a floating point type")
         one_of("policy", self.policy, StatePolicy)
-
-    # --- tensors --------------------------------------------------------------------------------------------
 
     @property
     @abstractmethod
@@ -117,9 +114,9 @@ class Recurrence(ABC):
         """Channels of the convolution."""
 
     @property
-    @abstractmethod
     def state_shape(self) -> tuple[int, ...]:
-        """Shape of the state of one slot: (heads, values, keys), or () for a pure convolution."""
+        """Shape of the state of one slot: (heads, values, keys); () for a pure convolution, the default."""
+        return ()
 
     @property
     @abstractmethod
@@ -127,33 +124,24 @@ class Recurrence(ABC):
         """Shape of the output of one token: (heads, values of a head)."""
 
     @property
-    @abstractmethod
     def gates(self) -> tuple[TensorSpec, ...]:
-        """Inputs of one token besides the convolved channels, as the projection returns them."""
+        """Inputs of one token besides the convolved channels, as the projection returns them; by default none."""
+        return ()
 
     @property
-    @abstractmethod
     def parameters(self) -> tuple[TensorSpec, ...]:
         """Parameters of one layer, float32 for any model dtype, because rounding would accumulate over a sequence."""
+        return ()
 
     @property
-    @abstractmethod
     def ring_entry(self) -> tuple[TensorSpec, ...]:
         """Tensors that a ring stores for each token under FOLD; a later fold updates the saved state from them."""
+        return ()
 
-    # --- operators ------------------------------------------------------------------------------------------
-
-    @abstractmethod
     def scan(
-        self,
-        params: Tensors,
-        channels: Tensor,
-        gates: Tensors,
-        state: State,
-        chunks: PrefillChunks,
-        chunk_size: int,
+        self, params: Tensors, channels: Tensor, gates: Tensors, state: State, chunks: PrefillChunks, chunk_size: int,
         read: Tensor,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         """Run the recurrence over prefills.
 
         Args:
@@ -167,16 +155,16 @@ class Recurrence(ABC):
 
         Returns y (T, *output_shape), in the dtype of `channels`.
         """
+        return channels
 
-    @abstractmethod
     def update(self, params: Tensors, channels: Tensor, gates: Tensors, state: State, rows: MambaMetadata) -> Tensor:
         """Run decodes of 1 to 1 + K tokens (K drafts) under SLOTS (a state per token); `rows.plan` is a `SlotPlan`.
 
         A request starts from slot `ssm_read`, and the state after its token i is written to slot `ssm_write[:, i]`.
         Other arguments and result as in `scan`.
         """
+        return channels
 
-    @abstractmethod
     def replay(
         self, params: Tensors, channels: Tensor, gates: Tensors, state: State, ring: Tensors, rows: MambaMetadata
     ) -> Tensor:
@@ -188,8 +176,8 @@ class Recurrence(ABC):
 
         ring: (rows, L, *shape) for each of `ring_entry`. Other arguments and result as in `scan`.
         """
+        return channels
 
-    @abstractmethod
     def fold(
         self, params: Tensors, conv: Tensor, state: State, request_conv: Tensor, ring: Tensors, batch: FoldBatch
     ) -> None:
@@ -204,8 +192,7 @@ class Recurrence(ABC):
             request_conv: (layers, rows, W - 1 + drafts, conv_dim).
             batch: requests to fold, with their slots and rings.
         """
-
-    # --- derived sizes --------------------------------------------------------------------------------------
+        fold_window(conv, request_conv, batch.ring_row, batch.dst, batch.page_offset)
 
     @property
     def compute_dtype(self) -> torch.dtype:
@@ -240,15 +227,12 @@ class Recurrence(ABC):
     @property
     def request_conv_bytes(self) -> int:
         """Bytes of a running request's own conv window; 0 under SLOTS, which keeps it in the state slot."""
-        if self.policy is StatePolicy.SLOTS:
-            return 0
-        return math.prod(self.request_conv_shape) * self.conv_dtype.itemsize
+        folds = self.policy is StatePolicy.FOLD
+        return math.prod(self.request_conv_shape) * self.conv_dtype.itemsize if folds else 0
 
     def ring_bytes(self, capacity: int) -> int:
         """Bytes of the ring of one running request, with `capacity` entries; 0 under SLOTS, which has no rings."""
-        if self.policy is StatePolicy.SLOTS:
-            return 0
-        return capacity * sum(each.nbytes for each in self.ring_entry)
+        return capacity * sum(each.nbytes for each in self.ring_entry) if self.policy is StatePolicy.FOLD else 0
 
     @property
     def num_speculative_blocks(self) -> int:

@@ -3,10 +3,8 @@
 A Mamba block is one state slot in the block table of a request. Column c holds the state after at most
 (c + 1) * block_size tokens. While the request computes the tokens of the block, the slot is overwritten. When the block
 is full, the slot is never written again and may be added to the prefix cache. The state after t tokens is in column
-(t - 1) // block_size.
+(t - 1) // block_size. R are the rows of a step.
 """
-
-# Shape letters: R rows of a step.
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, Protocol
@@ -18,7 +16,8 @@ from bateleur.mamba.prefix_retention import PrefixRetention
 from bateleur.mamba.spec import CacheLayout, MambaCacheMode, StatePolicy
 from bateleur.metadata import BlockTable, expand_ranges
 
-_ONE = np.array(1, np.int32)
+Ints = NDArray[np.int32]
+Longs = NDArray[np.int64]
 
 
 class StateBlockPool(Protocol):
@@ -61,7 +60,7 @@ class _BlockChanges(NamedTuple):
     """(index in the step, row, column, slot) of each block to remove from the prefix cache."""
     cached: list[list[int]]
     """The same of each block to add to the prefix cache."""
-    freed: NDArray[np.int64]
+    freed: Longs
     """Cells of the flattened block table whose slots no later step reads."""
 
 
@@ -111,14 +110,9 @@ class MambaStateManager:
             self.blocks.write(row, self.layout.column(num_tokens), page)
 
     def allocate_blocks(
-        self,
-        rows: NDArray[np.int64],
-        computed_R: NDArray[np.int32],
-        query_lens_R: NDArray[np.int32],
-        num_decodes: int,
-        prompt_lens_R: NDArray[np.int32],
-        uncertain_R: NDArray[np.int32] | None = None,
-    ) -> None:
+        self, rows: Longs, computed_R: Ints, query_lens_R: Ints, num_decodes: int, prompt_lens_R: Ints,
+        uncertain_R: Ints | None = None,
+    ) -> None:  # fmt: skip
         """Allocate a state slot for every block-table column that the step may write.
 
         Args:
@@ -129,7 +123,9 @@ class MambaStateManager:
             prompt_lens_R: (R,) tokens that each request was admitted with.
             uncertain_R: (R,) tokens by which `computed_R` may be too high; None if it is exact.
         """
-        cells = self._missing_cells(rows, computed_R, query_lens_R, num_decodes, uncertain_R)
+        n = num_decodes
+        uncertain_R = None if uncertain_R is None else uncertain_R[:n]
+        cells = self._missing_cells(rows[:n], computed_R[:n], query_lens_R[:n], uncertain_R)
         if len(cells):
             self.blocks.write_cells(cells, self.pool.allocate(len(cells)))
         for i in range(num_decodes, len(rows)):
@@ -138,30 +134,20 @@ class MambaStateManager:
                 kept = self.retention.columns_to_cache(computed, after, int(prompt_lens_R[i]))
                 self._allocate_prefill(row, last, kept)
 
-    def _missing_cells(
-        self,
-        rows: NDArray[np.int64],
-        computed_R: NDArray[np.int32],
-        query_lens_R: NDArray[np.int32],
-        num_decodes: int,
-        uncertain_R: NDArray[np.int32] | None,
-    ) -> NDArray[np.int64]:
+    def _missing_cells(self, rows: Longs, computed_R: Ints, query_lens_R: Ints, uncertain_R: Ints | None) -> Longs:
         """Return flat block-table indices that decodes may write and that have no slot; mark them allocated."""
-        rows = rows[:num_decodes]
-        num_columns_R = np.minimum(query_lens_R[:num_decodes], self._max_blocks_per_decode)
-        written_R = computed_R[:num_decodes]
-        if not self._folds:
-            written_R = written_R + query_lens_R[:num_decodes] - _ONE
+        num_columns_R = np.minimum(query_lens_R, self._max_blocks_per_decode)
+        written_R = computed_R if self._folds else computed_R + query_lens_R - 1
         if not (written_R + (num_columns_R - 1) * self.block_size >= self._allocated_tokens[rows]).any():
             return rows[:0]
         first_R = upper_R = written_R // self.block_size
         if uncertain_R is not None:
-            first_R = (written_R - uncertain_R[:num_decodes]) // self.block_size
+            first_R = (written_R - uncertain_R) // self.block_size
         end_R = np.minimum(upper_R + num_columns_R, self.table.shape[1])
         which, columns = expand_ranges(np.arange(len(rows)), first_R, end_R - first_R)
         self._allocated_tokens[rows] = end_R * self.block_size
         missing = self.table[rows[which], columns] == 0
-        cells: NDArray[np.int64] = rows[which[missing]] * self.table.shape[1] + columns[missing]
+        cells: Longs = rows[which[missing]] * self.table.shape[1] + columns[missing]
         return cells
 
     def _allocate_prefill(self, row: int, last: int, kept: list[int]) -> None:
@@ -179,12 +165,7 @@ class MambaStateManager:
             self.blocks.write(row, np.array(missing[-room:]), self.pool.allocate(room))
 
     def commit(
-        self,
-        rows: NDArray[np.int64],
-        before_R: NDArray[np.int32],
-        after_R: NDArray[np.int32],
-        prompt_lens_R: NDArray[np.int32],
-        key: Callable[[int, int], bytes],
+        self, rows: Longs, before_R: Ints, after_R: Ints, prompt_lens_R: Ints, key: Callable[[int, int], bytes]
     ) -> None:
         """After a step: add full blocks to the prefix cache, drop blocks from it, and free slots no longer read.
 
@@ -209,14 +190,7 @@ class MambaStateManager:
             pool.free(self.table.reshape(-1)[changes.freed].tolist())
             self.blocks.write_cells(changes.freed, 0)
 
-    def _changes(
-        self,
-        index: NDArray[np.int64],
-        rows: NDArray[np.int64],
-        before_R: NDArray[np.int32],
-        after_R: NDArray[np.int32],
-        prompt_lens_R: NDArray[np.int32],
-    ) -> _BlockChanges:
+    def _changes(self, index: Longs, rows: Longs, before_R: Ints, after_R: Ints, prompt_lens_R: Ints) -> _BlockChanges:
         """Return the blocks that `commit` drops, caches and frees, for the requests at indices `index` of the step."""
         size, rule = self.block_size, self.retention
         first_R, ends_R = before_R // size, (prompt_lens_R - 1) // size - 1
@@ -245,7 +219,7 @@ class MambaStateManager:
         self._next_commit[rows] = self._next_change(after_R, prompt_lens_R)
         return _BlockChanges(dropped, cached, freed)
 
-    def _next_change(self, computed_R: NDArray[np.int32], prompt_lens_R: NDArray[np.int32]) -> NDArray[np.int64]:
+    def _next_change(self, computed_R: Ints, prompt_lens_R: Ints) -> Longs:
         """Return the number of tokens (R,) from which `commit` must look at a request again; 0 inside a prompt."""
         size = self.block_size
         full_R = (computed_R // size + 1) * size
@@ -253,7 +227,7 @@ class MambaStateManager:
             full_R = np.minimum(full_R, np.maximum(computed_R - 1, 0) // size * size + size + 1)
         return np.where(computed_R < prompt_lens_R, 0, full_R)
 
-    def _oldest(self, computed_R: NDArray[np.int32], in_prompt_R: NDArray[np.bool_]) -> NDArray[np.int32]:
+    def _oldest(self, computed_R: Ints, in_prompt_R: NDArray[np.bool_]) -> Ints:
         """Return the first block-table column (R,) that a later step may read.
 
         Usually the column of the last state. Under FOLD, the saved state of a request past its prompt may still be in

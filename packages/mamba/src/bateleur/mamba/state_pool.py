@@ -75,10 +75,19 @@ class StatePool:
         self.groups = tuple(kinds.values())
         """Layer indices, from 0, of each group of layers that share a tensor."""
         self._kinds = tuple(kinds)
-        self._pages = [_zero_pages(spec, (len(group), num_slots), device) for spec, group in kinds.items()]
-        self._rings = [
-            _zero_rings(spec, (len(group), num_rows), ring_capacity, device) for spec, group in kinds.items() if folds
-        ]
+        self._pages: list[tuple[Tensor, Tensor | None]] = []
+        self._rings: list[Rings] = []
+
+        def zeros(group: Sequence[int], rows: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+            return lazy_zeros((len(group), rows, *shape), dtype=dtype, device=device)
+
+        for spec, group in kinds.items():
+            state = zeros(group, num_slots, spec.state_shape, spec.ssm_dtype) if spec.state_shape else None
+            self._pages.append((zeros(group, num_slots, spec.conv_shape, spec.conv_dtype), state))
+            if folds:
+                windows = zeros(group, num_rows, spec.request_conv_shape, spec.conv_dtype)
+                ring = (zeros(group, num_rows, (ring_capacity, *each.shape), each.dtype) for each in spec.ring_entry)
+                self._rings.append(Rings(windows, tuple(ring)))
         self._place = {index: (kind, at) for kind, group in enumerate(self.groups) for at, index in enumerate(group)}
 
     def layer(self, index: int) -> tuple[Tensor, Tensor | None]:
@@ -131,18 +140,3 @@ class StatePool:
         stacks = zip(self._kinds, params, self._pages, self._rings, strict=True)
         for spec, of_group, (conv, state), (request_conv, entries) in stacks:
             spec.fold(of_group, conv, state, request_conv, entries, at)
-
-
-def _zero_pages(spec: Recurrence, size: tuple[int, int], device: torch.device | str) -> tuple[Tensor, Tensor | None]:
-    """Allocate zeroed conv and SSM states for `size` = (layers, slots)."""
-    conv = lazy_zeros((*size, *spec.conv_shape), dtype=spec.conv_dtype, device=device)
-    if not spec.state_shape:
-        return conv, None
-    return conv, lazy_zeros((*size, *spec.state_shape), dtype=spec.ssm_dtype, device=device)
-
-
-def _zero_rings(spec: Recurrence, size: tuple[int, int], capacity: int, device: torch.device | str) -> Rings:
-    """Allocate zeroed rings and request conv windows for `size` = (layers, rows)."""
-    request_conv = lazy_zeros((*size, *spec.request_conv_shape), dtype=spec.conv_dtype, device=device)
-    entries = (lazy_zeros((*size, capacity, *each.shape), dtype=each.dtype, device=device) for each in spec.ring_entry)
-    return Rings(request_conv, tuple(entries))

@@ -79,7 +79,7 @@ def check_recurrence(
     parts = [("declaration", lambda: check_declaration(spec)), *_parts(of, drafts, ring_capacity, prompt_scan)]
     if violations := _violations(parts):
         raise ConformanceError(repr(spec), violations)
-    calls = sum((Counter(problem.calls) for problem in problems), Counter[str]())
+    calls = sum((problem.calls for problem in problems), Counter[str]())
     return RecurrenceReport(dict(calls), sum(problem.compared for problem in problems))
 
 

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from random import Random
+from types import SimpleNamespace
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
 from bateleur.mamba.conformance.aliases import check_aliases
 from bateleur.mamba.conformance.problem import RecurrenceCase, Tokens
-from bateleur.mamba.fold_cache import FoldCache
-from bateleur.mamba.metadata import MambaMetadata
+from bateleur.mamba.fold_cache import FoldCache, step_metadata
 from bateleur.mamba.mixer import Mixer, MixerBatch
 from bateleur.mamba.planners import plan_copy, plan_step
-from bateleur.mamba.prefill_chunks import PrefillChunker, PrefillChunks
+from bateleur.mamba.prefill_chunks import PrefillChunker
 from bateleur.mamba.recurrence import TensorSpec
 from bateleur.mamba.request_states import RequestStates
 from bateleur.mamba.spec import CacheLayout, MambaCacheMode, PromptScan, StatePolicy
@@ -25,8 +24,6 @@ from bateleur.mamba.state_pool import StatePool
 _REQUESTS, _LEN, _BLOCK, _CHUNK, _HIT = 3, 18, 5, 3, 2
 """Request `_HIT` starts with the first block of request 0, from its slot."""
 _PROMPTS = (7, 12, 6)
-
-Commit = Callable[[Sequence[int]], Tensor]
 
 
 def check_schedule(problem: RecurrenceCase, ring_capacity: int, prompt_scan: PromptScan = PromptScan.OWN) -> None:
@@ -39,7 +36,7 @@ def check_schedule(problem: RecurrenceCase, ring_capacity: int, prompt_scan: Pro
     mixer = Mixer(spec, weight, bias, problem.params())
     inputs = [problem.tokens(_LEN) for _ in range(_REQUESTS)]
     shared = slice(0, _BLOCK)
-    for ours, theirs in zip(_parts(inputs[_HIT]), _parts(inputs[0]), strict=True):
+    for ours, theirs in zip(inputs[_HIT].tensors, inputs[0].tensors, strict=True):
         ours[shared] = theirs[shared]
     wanted = [_alone(problem, mixer, tokens) for tokens in inputs]
     layout = CacheLayout(
@@ -54,10 +51,6 @@ def check_schedule(problem: RecurrenceCase, ring_capacity: int, prompt_scan: Pro
             tensor.fill_(torch.nan)
     table = torch.arange(1, sizes[0], dtype=torch.int32, device=device).view(_REQUESTS, -1)
     _play(problem, cache, layout, table, inputs, wanted)
-
-
-def _parts(tokens: Tokens) -> tuple[Tensor, ...]:
-    return (tokens.channels, *tokens.gates)
 
 
 def _alone(problem: RecurrenceCase, mixer: Mixer, tokens: Tokens) -> list[Tensor]:
@@ -97,37 +90,27 @@ def _play(
         lens = [rng.randint(1, n) for n in most]
         kept = [rng.randint(1, n) if r in decodes else n for r, n in zip(who, lens, strict=True)]
         at = torch.tensor([computed[r] for r in who], device=table.device)
-        mix, commit = _step(cache, table[who], [1 + r for r in who], at, lens, len(decodes))
-        tokens = _batch(problem, inputs, who, computed, lens, kept)
-        y, first = mix(tokens.channels, *tokens.gates), 0
+        step = cache.step(table[who], [1 + r for r in who], at, lens, len(decodes))
+        y, first = step.mix(0, *_batch(problem, inputs, who, computed, lens, kept).tensors), 0
         for r, n, k in zip(who, lens, kept, strict=True):
             what = f"tokens {computed[r]} to {computed[r] + k} of request {r}, under {layout.policy.value}"
             problem.outputs(y[first : first + k], wanted[r][computed[r] : computed[r] + k], what)
             first += n
-        for r, after in zip(who, commit(kept).tolist(), strict=True):
+        for r, after in zip(who, step.commit(kept).tolist(), strict=True):
             computed[r] = after
-
-
-def _step(
-    cache: FoldCache | _SlotCache, table: Tensor, rows: list[int], computed: Tensor, lens: list[int], num_decodes: int
-) -> tuple[Callable[..., Tensor], Commit]:
-    if isinstance(cache, _SlotCache):
-        return cache.step(table, rows, computed, lens, num_decodes)
-    step = cache.step(table, rows, computed, lens, num_decodes)
-    return lambda *inputs: step.mix(0, *inputs), step.commit
 
 
 def _batch(
     problem: RecurrenceCase, inputs: list[Tokens], who: list[int], computed: list[int], lens: list[int], kept: list[int]
 ) -> Tokens:
     """Return the tokens of a step of requests `who`: each has `kept` real ones, then random rejected ones."""
-    flat, at = [torch.cat(parts) for parts in zip(*map(_parts, inputs), strict=True)], []
+    flat, at = [torch.cat(parts) for parts in zip(*(each.tensors for each in inputs), strict=True)], []
     for r, n, k in zip(who, lens, kept, strict=True):
         at += [_LEN * r + computed[r] + i if i < k else -1 for i in range(n)]
     index = torch.tensor(at)
     tokens = Tokens(flat[0], tuple(flat[1:])).of(index.clamp(0))
     wrong = problem.tokens(len(at))
-    for ours, theirs in zip(_parts(tokens), _parts(wrong), strict=True):
+    for ours, theirs in zip(tokens.tensors, wrong.tensors, strict=True):
         ours[index < 0] = theirs[index < 0]
     return tokens
 
@@ -136,52 +119,37 @@ class _SlotCache:
     """Runs one layer without an engine under SLOTS (a state slot for each token of a step), like `FoldCache`."""
 
     def __init__(
-        self,
-        layout: CacheLayout,
-        mixers: Sequence[Mixer],
-        *,
-        num_slots: int,
-        num_rows: int,
-        chunk_size: int,
+        self, layout: CacheLayout, mixers: Sequence[Mixer], *, num_slots: int, num_rows: int, chunk_size: int,
         prompt_scan: PromptScan,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.layout, (self.mixer,) = layout, mixers
         self.device = self.mixer.conv_weight.device
         self.chunker = PrefillChunker(layout, chunk_size, num_rows, prompt_scan)
         self.pages = StatePool([self.mixer.spec], num_slots, self.device)
         self.states = RequestStates(num_rows, self.device)
+        self.admit = self.states.admit
 
-    def admit(self, rows: Sequence[int], computed: Sequence[int]) -> None:
-        self.states.admit(rows, computed)
-
-    def step(
-        self, table: Tensor, rows: list[int], computed: Tensor, lens: list[int], num_decodes: int
-    ) -> tuple[Callable[..., Tensor], Commit]:
-        """Plan a step. Return a function that computes its outputs, and one that commits the accepted tokens."""
-        request_row, starts = (torch.tensor(rows, device=self.device), np.add.accumulate([0, *lens], dtype=np.int32))
-        loc, kept = torch.from_numpy(starts).to(self.device), self.states.gather(request_row)
-        plan = plan_step(self.layout, table, computed, loc.diff(), kept.accepted, prev_col=kept.prev_col)
-        chunks, first = PrefillChunks.empty(self.device), num_decodes
+    def step(self, table: Tensor, rows: list[int], computed: Tensor, lens: list[int], first: int) -> SimpleNamespace:
+        """Plan a step. The result has the functions `mix` and `commit` of a `FoldStep`."""
+        request_row, counts = torch.tensor(rows, device=self.device), torch.tensor(lens, device=self.device)
+        carried = self.states.gather(request_row)
+        plan = plan_step(self.layout, table, computed, counts, carried.accepted, prev_col=carried.prev_col)
+        meta = step_metadata(self.chunker, plan, table, request_row, computed, lens, first)
         if first < len(rows):
-            before = computed[first:].int().cpu().numpy()
-            chunks = self.chunker.split(starts[first:] - starts[first], before, table[first:])
-            check_aliases(chunks, plan.ssm_read[first:])
-        split = (first, int(starts[first]), len(rows) - first)
-        longest = max(lens[:first], default=1)
-        meta = MambaMetadata(*split, plan, loc, chunks, self.chunker.chunk_size, longest, request_row)
+            check_aliases(meta.prefill_chunks, plan.ssm_read[first:])
         if first:
             check_aliases(meta.decodes())
 
-        def mix(channels: Tensor, *gates: Tensor) -> Tensor:
+        def mix(_index: int, channels: Tensor, *gates: Tensor) -> Tensor:
             return self.mixer.mix(channels, gates, MixerBatch.of(meta), self.pages.layer(0), None)
 
         def commit(accepted: Sequence[int]) -> Tensor:
-            drafts = (loc.diff() - 1).index_fill_(0, torch.arange(first, len(rows), device=self.device), 0)
+            drafts = (counts - 1).index_fill_(0, torch.arange(first, len(rows), device=self.device), 0)
             stay = torch.tensor(list(accepted), device=self.device)
-            done = plan_copy(self.layout, table, computed, loc.diff(), drafts, stay, plan)
+            done = plan_copy(self.layout, table, computed, counts, drafts, stay, plan)
             check_aliases(done)
             self.pages.copy(done)
             self.states.scatter(request_row, done.accepted, prev_col=done.prev_col)
             return computed + stay
 
-        return mix, commit
+        return SimpleNamespace(mix=mix, commit=commit)

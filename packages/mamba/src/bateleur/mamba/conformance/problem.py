@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -30,10 +31,15 @@ class Tokens:
     channels: Tensor
     gates: Tensors
 
+    @property
+    def tensors(self) -> Tensors:
+        """The channels, then the gates."""
+        return (self.channels, *self.gates)
+
     def of(self, index: Tensor, placeholder: int = 0) -> Tokens:
         """Return the tokens `index` and then `placeholder` tokens of NaN, as strided views of one projection."""
         count, device = len(index), self.channels.device
-        parts = [self.channels, *(gate.flatten(1) for gate in self.gates)]
+        parts = [each.flatten(1) for each in self.tensors]
         dtype, sizes = self.channels.dtype, [part.shape[1] for part in parts]
         wide = torch.full((count + placeholder, sum(sizes) + 2 * _MARGIN), torch.nan, dtype=dtype, device=device)
         views = wide[:, _MARGIN:-_MARGIN].split(sizes, 1)
@@ -50,7 +56,7 @@ class RecurrenceCase:
     def __init__(self, spec: Recurrence, step: Step, tolerance: float, device: str, seed: int) -> None:
         self.spec, self.step, self.tolerance, self.device = spec, step, tolerance, device
         self.generator = torch.Generator().manual_seed(seed)
-        self.calls: dict[str, int] = {}
+        self.calls = Counter[str]()
         self.compared = 0
         """Number of tokens whose output was compared."""
 
@@ -98,10 +104,6 @@ class RecurrenceCase:
             outputs.append(y)
             states.append(state)
         return outputs, states
-
-    def called(self, name: str) -> None:
-        """Count a call of the operator `name`."""
-        self.calls[name] = self.calls.get(name, 0) + 1
 
     def close(self, actual: Tensor, expected: Tensor, what: str, part: str = "") -> None:
         """Raise ConformanceError if |actual - expected| > tolerance * (1 + |expected|) in any element."""

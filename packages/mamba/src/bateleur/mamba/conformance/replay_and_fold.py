@@ -123,7 +123,7 @@ class _Run:
         ring = tuple(each[layer] for each in self.ring)
         before = tuple(each.clone() for each in (*ring, *(() if state is None else (state,))))
         y = problem.spec.replay(self.params[layer], given.channels, given.gates, state, ring, rows)
-        problem.called("replay")
+        problem.calls["replay"] += 1
         what = f"a replay of {lens} tokens over rings of {[request.length for request in requests]}"
         for request, n in zip(requests, lens, strict=True):
             index = range(first, first + n)
@@ -181,7 +181,7 @@ class _Run:
         check_aliases(at)
         kept = tuple(each.clone() for each in (self.conv, *self.ring, *self._states()))
         problem.spec.fold(self.stacked, self.conv, self.state, self.request_conv, self.ring, at)
-        problem.called("fold")
+        problem.calls["fold"] += 1
         what = f"a fold of {[c for c, d in zip(count, dst, strict=True) if d]} entries"
         for i, (was, now) in enumerate(zip(kept, (self.conv, *self.ring, *self._states()), strict=True)):
             ring = 0 < i <= len(self.ring)

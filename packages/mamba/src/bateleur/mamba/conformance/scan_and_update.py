@@ -39,7 +39,7 @@ def check_scan(problem: RecurrenceCase, prompt_scan: PromptScan = PromptScan.OWN
         given = tokens.of(torch.arange(starts[-1]), placeholder=2)
         reads = torch.tensor(read, device=problem.device)
         y = problem.spec.scan(params, given.channels, given.gates, state, chunks, chunker.chunk_size, reads)
-        problem.called("scan")
+        problem.calls["scan"] += 1
         what = f"a scan in blocks of {block} and chunks of {chunk}"
         problem.outputs(y, [y for outputs, _ in truth for y in outputs], what)
         if state is not None:
@@ -109,7 +109,7 @@ def _update(
     rows = decode_rows(lens, longest, _slot_plan(read, write, problem.device), problem.device)
     check_aliases(rows)
     y = problem.spec.update(params, given.channels, given.gates, state, rows)
-    problem.called("update")
+    problem.calls["update"] += 1
     what, outputs, first = f"an update of {lens} tokens", [], 0
     for row, n in enumerate(lens):
         done, states = problem.run(params, tokens, range(first, first + n), problem.start(initial, read[row]))

@@ -1,7 +1,7 @@
-"""Operators that read and write recurrent states, one package each.
+"""Operators that read and write recurrent states.
 
-The device of the arguments selects the form: on CUDA the Triton kernels in the module `triton` (torch for float64), on
-a CPU the C kernels in `native` if there is a compiler and the form accepts the arguments, otherwise torch.
+The device of the arguments selects the form: on CUDA the Triton kernels in `triton` (torch for float64), on a CPU the C
+kernels in `native` if there is a compiler and the form accepts the arguments, otherwise torch.
 
 Conventions:
 
@@ -14,23 +14,15 @@ Conventions:
 - A row may write the slot that it reads. No row may write a slot that another row reads or writes, except slot 0.
 - Operators compute in float32 (float64 for float64 inputs). Outputs have the dtype of x.
 - x, dt, z, B and C may be strided views, such as parts of a projection.
-- No operator synchronizes with the device or loops over requests on the host.
+- No operator synchronizes with the device or loops over requests on the host, except the torch forms for prefills.
 """
 
-from bateleur.mamba.ops.conv_update import causal_conv1d_update
-from bateleur.mamba.ops.conv_varlen import causal_conv1d_varlen
+from bateleur.mamba.ops.conv import causal_conv1d_update, causal_conv1d_varlen
 from bateleur.mamba.ops.custom_op import FORMS
-from bateleur.mamba.ops.delta_fold import delta_fold_ring
-from bateleur.mamba.ops.delta_replay import delta_replay_update
-from bateleur.mamba.ops.delta_scan import delta_scan_varlen
-from bateleur.mamba.ops.delta_update import delta_state_update
-from bateleur.mamba.ops.fold_window import fold_window
+from bateleur.mamba.ops.delta_rule import delta_fold_ring, delta_replay_update, delta_scan_varlen, delta_state_update
 from bateleur.mamba.ops.gated_norm import gated_rms_norm
-from bateleur.mamba.ops.mamba2_fold import fold_ring
-from bateleur.mamba.ops.mamba2_replay import replay_update
-from bateleur.mamba.ops.mamba2_scan import ssd_scan_varlen
-from bateleur.mamba.ops.mamba2_update import selective_state_update
-from bateleur.mamba.ops.state_copy import copy_states
+from bateleur.mamba.ops.mamba2 import fold_ring, replay_update, selective_state_update, ssd_scan_varlen
+from bateleur.mamba.ops.states import copy_states, fold_window
 
 __all__ = [
     "FORMS",

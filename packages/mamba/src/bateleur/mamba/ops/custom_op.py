@@ -17,21 +17,23 @@ _library = Library("bateleur", "FRAGMENT")
 """Owns the operators: they are unregistered when it is deleted."""
 
 
-def operator(*, mutates: Iterable[str] = (), like: str | None = None, native: str | None = None) -> Callable[[F], F]:
+def operator(
+    *, mutates: Iterable[str] = (), like: str | None = None, triton: str, native: str | None = None
+) -> Callable[[F], F]:
     """Decorate the torch form of an operator, and register the operator with its signature and docstring.
-
-    The Triton form is the function of the same name in the module `triton` of the same package.
 
     Args:
         mutates: names of the arguments that the operator writes to.
         like: name of the argument that has the shape and dtype of the result; None for no result.
-        native: name of the module of `ops.native` with the C form; None if there is none.
+        triton, native: names of the modules of `ops.triton` and `ops.native` with the Triton and the C form, which have
+            the name of the operator; None if there is no C form.
     """
 
     def declare(form: F) -> F:
-        name, folder = form.__name__, form.__module__
-        native_form = None if native is None else f"bateleur.mamba.ops.native.{native}:{name}"
-        forms = FORMS[name] = Implementations(form, triton=f"{folder}.triton:{name}", native=native_form)
+        name, home = form.__name__, "bateleur.mamba.ops"
+        forms = FORMS[name] = Implementations(
+            form, f"{home}.triton.{triton}:{name}", None if native is None else f"{home}.native.{native}:{name}"
+        )
         position = None if like is None else list(inspect.signature(form).parameters).index(like)
 
         def fake(*args: Any) -> Tensor | None:

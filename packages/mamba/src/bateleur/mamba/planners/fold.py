@@ -1,4 +1,4 @@
-"""Plans which ring entries are added to ("folded into") the saved state after a step under FOLD.
+"""Plans the saved states and rings of later inputs that a step under FOLD reads, and the folds after it.
 
 A running request has a saved state (the state after `base` tokens), a ring with the inputs of the later
 tokens, and a request conv window. A step appends its tokens to the ring, and computes its outputs from saved state and
@@ -12,22 +12,53 @@ Legend: as in `plans`, and L the capacity of a ring. Token t of a request is in 
 import torch
 from torch import Tensor
 
-from bateleur.mamba.planners.plans import FoldPlan, ReplayPlan, require_policy, require_rows
+from bateleur.mamba.planners.plans import FORMS, FoldPlan, ReplayPlan, require, slots_at
 from bateleur.mamba.spec import CacheLayout, StatePolicy
 from bateleur.metadata.dispatch import Implementations
 
 
-def plan_fold(
-    layout: CacheLayout,
-    plan: ReplayPlan,
-    computed: Tensor,
-    query_lens: Tensor,
+def plan_replay(
+    layout: CacheLayout, table: Tensor, computed: Tensor, query_lens: Tensor, base: Tensor, accepted: Tensor,
+    out: ReplayPlan | None = None,
+) -> ReplayPlan:  # fmt: skip
+    """Plan the saved state, ring of later inputs and conv window that each request of a step under FOLD starts from.
+
+    Args:
+        layout, table, computed, query_lens, out: as in `plan_step`.
+        base: (R,) int64 tokens in the saved state, at most `computed`: the result of the previous `plan_fold`, or the
+            tokens of the prefix-cache hit of a new request.
+        accepted: (R,) int64 accepted tokens of the row's previous step, in [1, 1 + drafts], from `plan_fold`; 1 at
+            first.
+
+    Raises:
+        ValueError: the layout has another policy, the table is too narrow, a row count differs, or, on CUDA, `out` is
+            not contiguous.
+    """
+    plan = ReplayPlan.allocate(len(table), table.device) if out is None else out
+    rows = {"computed": computed, "query_lens": query_lens, "base": base, "accepted": accepted}
+    require(layout, StatePolicy.FOLD, ("table", table), **rows, out=plan.slot)
+    FORMS["plan_replay"].on(table)(layout, plan, table, computed, query_lens, base, accepted)
+    return plan
+
+
+def _replay(
+    layout: CacheLayout, plan: ReplayPlan, table: Tensor, computed: Tensor, query_lens: Tensor, base: Tensor,
     accepted: Tensor,
-    *,
-    flush: Tensor | None = None,
-    scanned: Tensor | None = None,
-    out: FoldPlan | None = None,
-) -> FoldPlan:
+) -> None:  # fmt: skip
+    live, size = query_lens > 0, layout.block_size
+    n, start = torch.where(live, computed, 0).long(), torch.where(live, base, 0)
+    plan.fill(
+        slot=slots_at(table, (start - 1) // size, start > 0),
+        # A fold after this step ends in the block of its first token, for any number of accepted tokens.
+        fold_slot=table.gather(1, n[:, None] // size).squeeze(1),
+        ring_start=start, ring_len=n - start, conv_offset=torch.where(live, accepted - 1, 0),
+    )  # fmt: skip
+
+
+def plan_fold(
+    layout: CacheLayout, plan: ReplayPlan, computed: Tensor, query_lens: Tensor, accepted: Tensor, *,
+    flush: Tensor | None = None, scanned: Tensor | None = None, out: FoldPlan | None = None,
+) -> FoldPlan:  # fmt: skip
     """Plan the folds (ring entries added to saved states) after a step, once the accepted tokens are known.
 
     With n = computed + accepted, a request folds up to the last block boundary q <= n if q is after its saved state.
@@ -46,43 +77,36 @@ def plan_fold(
     Raises:
         ValueError: the layout has the policy SLOTS, a row count differs, or, on CUDA, `out` is not contiguous.
     """
-    require_policy(layout, StatePolicy.FOLD)
     out = FoldPlan.allocate(len(plan.slot), plan.slot.device) if out is None else out
-    rows = {"computed": computed, "query_lens": query_lens, "accepted": accepted, "flush": flush}
-    require_rows("plan", len(plan.slot), rows | {"scanned": scanned, "out": out.dst})
-    FORMS.on(plan.slot)(layout, out, plan, computed, query_lens, accepted, flush, scanned)
+    rows = {"computed": computed, "query_lens": query_lens, "accepted": accepted, "flush": flush, "scanned": scanned}
+    require(layout, StatePolicy.FOLD, ("plan", plan.slot), **rows, out=out.dst)
+    FORMS["plan_fold"].on(plan.slot)(layout, out, plan, computed, query_lens, accepted, flush, scanned)
     return out
 
 
-def _in_torch(
-    layout: CacheLayout,
-    out: FoldPlan,
-    plan: ReplayPlan,
-    computed: Tensor,
-    query_lens: Tensor,
-    accepted: Tensor,
-    flush: Tensor | None,
-    scanned: Tensor | None,
-) -> None:
-    # accepted is 0 in padded rows, which makes all other results 0.
-    torch.minimum(accepted.clamp_min(1), query_lens, out=out.accepted)
-    ring = plan.ring_len + out.accepted
+def _fold(
+    layout: CacheLayout, out: FoldPlan, plan: ReplayPlan, computed: Tensor, query_lens: Tensor, accepted: Tensor,
+    flush: Tensor | None, scanned: Tensor | None,
+) -> None:  # fmt: skip
+    kept = torch.minimum(accepted.clamp_min(1), query_lens)  # 0 in padded rows, which makes all other results 0
+    ring = plan.ring_len + kept
     # Number of entries to keep: those after the last boundary, or the whole ring if the boundary is before it.
-    keep = torch.minimum((computed + out.accepted).remainder_(layout.block_size), ring)
+    keep = torch.minimum((computed + kept) % layout.block_size, ring)
     full = keep > layout.ring_capacity - 1 - layout.num_speculative_tokens
     if flush is not None:
         full |= flush & (keep == ring)
-    keep.masked_fill_(full, 0)
-    torch.sub(ring, keep, out=out.count)
+    keep = torch.where(full, 0, keep)
+    count = ring - keep
+    base = plan.ring_start + count
     if scanned is not None:
-        out.accepted.masked_fill_(scanned, 1)
-        out.count.masked_fill_(scanned, 0)
-    torch.add(plan.ring_start, out.count, out=out.base)
-    if scanned is not None:
-        torch.where(scanned, computed + query_lens, out.base, out=out.base)
-    folds = out.count.sign()
-    torch.mul(plan.fold_slot, folds, out=out.dst)
-    torch.sub(out.accepted, keep, out=out.page_offset).sub_(1).mul_(folds)
+        kept, count = torch.where(scanned, 1, kept), torch.where(scanned, 0, count)
+        base = torch.where(scanned, computed + query_lens, base)
+    folds = count > 0
+    out.fill(
+        dst=torch.where(folds, plan.fold_slot, 0), count=count, base=base, accepted=kept,
+        page_offset=torch.where(folds, kept - keep - 1, 0),
+    )  # fmt: skip
 
 
-FORMS = Implementations(_in_torch, triton="bateleur.mamba.planners.triton:plan_fold")
+FORMS["plan_replay"] = Implementations(_replay, triton="bateleur.mamba.planners.triton:plan_replay")
+FORMS["plan_fold"] = Implementations(_fold, triton="bateleur.mamba.planners.triton:plan_fold")

@@ -7,7 +7,6 @@ Legend: R rows (requests, and padded rows), K draft tokens, `computed` tokens of
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import Field, dataclass, fields
 from typing import Any, ClassVar, Self
 
@@ -15,6 +14,10 @@ import torch
 from torch import Tensor
 
 from bateleur.mamba.spec import CacheLayout, StatePolicy
+from bateleur.metadata.dispatch import Implementations
+
+FORMS: dict[str, Implementations[Any]] = {}
+"""The forms (torch, Triton) of every planner, by name."""
 
 
 class Plan:
@@ -30,6 +33,11 @@ class Plan:
     def rows(self, first: int, end: int) -> Self:
         """Return views of the plan for rows `first` to `end - 1`."""
         return type(self)(*[getattr(self, name)[first:end] for name in self.__dataclass_fields__])
+
+    def fill(self, **values: Tensor) -> None:
+        """Copy new values to the tensors, all given by name."""
+        for name, tensor in self.tensors().items():
+            tensor.copy_(values[name])
 
 
 class RowPlan(Plan):
@@ -69,13 +77,8 @@ class SlotPlan(Plan):
     @classmethod
     def allocate(cls, layout: CacheLayout, num_reqs: int, device: torch.device | str) -> SlotPlan:
         """Allocate a zeroed plan of `num_reqs` rows, to be filled through `plan_step(..., out=...)`."""
-
-        def zeros(*shape: int) -> Tensor:
-            return torch.zeros(shape, dtype=torch.int64, device=device)
-
-        r = num_reqs
-        write = zeros(r, 1 + layout.num_speculative_tokens)
-        return cls(zeros(r), write, zeros(r), zeros(r), zeros(r), zeros(r))
+        read, *others = (torch.zeros(num_reqs, dtype=torch.int64, device=device) for _ in range(5))
+        return cls(read, read.new_zeros(num_reqs, 1 + layout.num_speculative_tokens), *others)
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,27 +138,25 @@ class FoldPlan(RowPlan):
     """Argument `accepted` of the next step."""
 
 
-def require(layout: CacheLayout, policy: StatePolicy, table: Tensor, rows: Mapping[str, Tensor | None]) -> None:
-    """Raise ValueError if the layout has another policy, the table is too narrow, or a tensor is not (table rows,)."""
-    require_policy(layout, policy)
-    num_rows, columns = table.shape
-    if columns < layout.columns():
-        raise ValueError(
-            f"table has {columns} columns; a layout of {layout.num_speculative_tokens} draft tokens and "
-            f"{layout.max_model_len} tokens in blocks of {layout.block_size} needs {layout.columns()}"
-        )
-    require_rows("table", num_rows, rows)
+def require(layout: CacheLayout, policy: StatePolicy, first: tuple[str, Tensor], **rows: Tensor | None) -> None:
+    """Raise ValueError if the layout has another policy, the block table is too narrow, or a tensor is not (R,).
 
-
-def require_policy(layout: CacheLayout, policy: StatePolicy) -> None:
-    """Raise ValueError if the layout has another policy."""
+    first: name and tensor of the block table (R, columns), or of a plan (R,). A tensor of another shape would be
+    broadcast, or resize `out`.
+    """
+    name, table = first
     if layout.policy is not policy:
         raise ValueError(f"layout has the policy {layout.policy.value!r}; this plan is for {policy.value!r}")
+    if table.dim() == 2 and table.shape[1] < layout.columns():
+        raise ValueError(
+            f"table has {table.shape[1]} columns; a layout of {layout.num_speculative_tokens} draft tokens and "
+            f"{layout.max_model_len} tokens in blocks of {layout.block_size} needs {layout.columns()}"
+        )
+    for each, tensor in rows.items():
+        if tensor is not None and tensor.shape != table.shape[:1]:
+            raise ValueError(f"{each} has shape {tuple(tensor.shape)}; the {name} has {len(table)} rows")
 
 
-def require_rows(of: str, num_rows: int, rows: Mapping[str, Tensor | None]) -> None:
-    """Raise ValueError unless each tensor of `rows` is (num_rows,). Others would be broadcast, or resize `out`."""
-    shape = (num_rows,)
-    for name, tensor in rows.items():
-        if tensor is not None and tensor.shape != shape:
-            raise ValueError(f"{name} has shape {tuple(tensor.shape)}; the {of} has {num_rows} rows")
+def slots_at(table: Tensor, columns: Tensor, real: Tensor) -> Tensor:
+    """Return the state slots in block-table columns (R,), 0 in rows that are not `real`."""
+    return torch.where(real, table.gather(1, torch.where(real, columns, 0)[:, None]).squeeze(1), 0)

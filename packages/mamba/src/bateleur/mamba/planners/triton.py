@@ -3,8 +3,6 @@
 Legend: R rows (requests) of a tile.
 """
 
-from typing import Any
-
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -26,9 +24,9 @@ def slot(row_ptr_R, table_column, column_R, real_R):
     return tl.load(row_ptr_R + column_R * table_column, mask=real_R, other=0).to(tl.int64)
 
 
-def tile_options() -> dict[str, Any]:
-    """Return tile size and launch options of all four kernels: one row per thread."""
-    return {"BLOCK": 128, "num_warps": 4, "enable_fp_fusion": True}
+def launch(kernel, num_rows, *args, **constants):
+    """Launch one of the four kernels, with one row per thread."""
+    kernel[(cdiv(num_rows, 128),)](*args, **constants, BLOCK=128, num_warps=4, enable_fp_fusion=True)
 
 
 def dense(first: Tensor, *others: Tensor | None) -> list[Tensor]:
@@ -88,11 +86,11 @@ def step_plan_kernel(
 
 def plan_step(layout, plan, table, computed, query_lens, accepted, prev_col):
     """Compute the state slots that a step under SLOTS (a slot per draft) reads and writes, into `plan`."""
-    rows, options = len(table), tile_options()
-    step_plan_kernel[(cdiv(rows, options["BLOCK"]),)](
-        table, *dense(computed, query_lens, accepted, prev_col), *outputs(plan), rows, *table.stride(),
+    inputs, rows = dense(computed, query_lens, accepted, prev_col), len(table)
+    launch(
+        step_plan_kernel, rows, table, *inputs, *outputs(plan), rows, *table.stride(),
         WIDTH=plan.ssm_write.shape[1], SIZE=layout.block_size, BOUNDARIES=layout.mode is not MambaCacheMode.NONE,
-        HAS_ACCEPTED=accepted is not None, HAS_PREV=prev_col is not None, **options,
+        HAS_ACCEPTED=accepted is not None, HAS_PREV=prev_col is not None,
     )  # fmt: skip
 
 
@@ -139,10 +137,10 @@ def copy_plan_kernel(
 
 def plan_copy(layout, out, table, computed, query_lens, num_drafts, accepted, plan):
     """Compute the state copies to block boundaries after a step under SLOTS (a slot per draft), into `out`."""
-    rows, options = len(table), tile_options()
-    copy_plan_kernel[(cdiv(rows, options["BLOCK"]),)](
-        table, *dense(computed, query_lens, num_drafts, accepted, plan.run_col), *outputs(out), rows,
-        *table.stride(), SIZE=layout.block_size, BOUNDARIES=layout.mode is not MambaCacheMode.NONE, **options,
+    inputs, rows = dense(computed, query_lens, num_drafts, accepted, plan.run_col), len(table)
+    launch(
+        copy_plan_kernel, rows, table, *inputs, *outputs(out), rows, *table.stride(), SIZE=layout.block_size,
+        BOUNDARIES=layout.mode is not MambaCacheMode.NONE,
     )  # fmt: skip
 
 
@@ -174,10 +172,9 @@ def replay_plan_kernel(
 
 def plan_replay(layout, plan, table, computed, query_lens, base, accepted):
     """Compute the saved state, ring of inputs and conv window that decodes under FOLD start from, into `plan`."""
-    rows, options = len(table), tile_options()
-    replay_plan_kernel[(cdiv(rows, options["BLOCK"]),)](
-        table, *dense(computed, query_lens, base, accepted), *outputs(plan), rows, *table.stride(),
-        SIZE=layout.block_size, **options,
+    inputs, rows = dense(computed, query_lens, base, accepted), len(table)
+    launch(
+        replay_plan_kernel, rows, table, *inputs, *outputs(plan), rows, *table.stride(), SIZE=layout.block_size,
     )  # fmt: skip
 
 
@@ -222,10 +219,9 @@ def fold_plan_kernel(
 
 def plan_fold(layout, out, plan, computed, query_lens, accepted, flush, scanned):
     """Compute which entries of the rings of later inputs are added to saved states, into `out`."""
-    rows, options = len(query_lens), tile_options()
-    fold_plan_kernel[(cdiv(rows, options["BLOCK"]),)](
-        *dense(computed, query_lens, accepted, flush, scanned, plan.fold_slot, plan.ring_start, plan.ring_len),
-        *outputs(out), rows, SIZE=layout.block_size,
-        MOST_KEPT=layout.ring_capacity - 1 - layout.num_speculative_tokens, HAS_FLUSH=flush is not None,
-        HAS_SCANNED=scanned is not None, **options,
+    inputs, rows = dense(computed, query_lens, accepted, flush, scanned), len(query_lens)
+    launch(
+        fold_plan_kernel, rows, *inputs, *dense(plan.fold_slot, plan.ring_start, plan.ring_len), *outputs(out), rows,
+        SIZE=layout.block_size, MOST_KEPT=layout.ring_capacity - 1 - layout.num_speculative_tokens,
+        HAS_FLUSH=flush is not None, HAS_SCANNED=scanned is not None,
     )  # fmt: skip

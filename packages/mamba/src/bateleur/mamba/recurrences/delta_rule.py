@@ -8,7 +8,7 @@ from torch import Tensor
 
 from bateleur.mamba.metadata import MambaMetadata
 from bateleur.mamba.ops import delta_fold_ring, delta_replay_update, delta_scan_varlen, delta_state_update
-from bateleur.mamba.ops.delta_scan.fla import delta_scan_fla
+from bateleur.mamba.ops.fla import delta_scan_fla
 from bateleur.mamba.planners import ReplayPlan, SlotPlan
 from bateleur.mamba.prefill_chunks import PrefillChunks
 from bateleur.mamba.recurrence import FoldBatch, Recurrence, State, Tensors, TensorSpec
@@ -95,24 +95,17 @@ class DeltaRule(Recurrence):
         return q.view(of_keys), k.view(of_keys), v.view(-1, value_heads, value_dim)
 
     def scan(
-        self,
-        params: Tensors,
-        channels: Tensor,
-        gates: Tensors,
-        state: State,
-        chunks: PrefillChunks,
-        chunk_size: int,
+        self, params: Tensors, channels: Tensor, gates: Tensors, state: State, chunks: PrefillChunks, chunk_size: int,
         read: Tensor,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         """Run the delta rule over prefills, with the kernels of fla-core if `chunks.fla_tiles` is set."""
         assert state is not None
         (A, dt_bias), (a, b), (q, k, v) = params, gates, self.split(channels)
         if chunks.prompt_scan is PromptScan.FLA:
             return delta_scan_fla(q, k, v, a, b, A, dt_bias, state, chunks, read, self.beta_scale)
         return delta_scan_varlen(
-            q, k, v, a, b, A, dt_bias, state, chunks.query_start_loc, chunks.chunk_start_loc,
-            chunks.chunk_row, chunks.row_chunk_loc, chunks.max_chunks_per_row, chunk_size, read,
-            chunks.chunk_write, self.beta_scale,
+            q, k, v, a, b, A, dt_bias, state, chunks.query_start_loc, chunks.chunk_start_loc, chunks.chunk_row,
+            chunks.row_chunk_loc, chunks.max_chunks_per_row, chunk_size, read, chunks.chunk_write, self.beta_scale,
         )  # fmt: skip
 
     def update(self, params: Tensors, channels: Tensor, gates: Tensors, state: State, rows: MambaMetadata) -> Tensor:
@@ -122,8 +115,8 @@ class DeltaRule(Recurrence):
         assert isinstance(plan, SlotPlan)
         (A, dt_bias), (a, b), (q, k, v) = params, gates, self.split(channels)
         return delta_state_update(
-            state, q, k, v, a, b, A, dt_bias, rows.query_start_loc, rows.max_query_len,
-            plan.ssm_read, plan.ssm_write, self.beta_scale,
+            state, q, k, v, a, b, A, dt_bias, rows.query_start_loc, rows.max_query_len, plan.ssm_read, plan.ssm_write,
+            self.beta_scale,
         )  # fmt: skip
 
     def replay(
@@ -134,11 +127,10 @@ class DeltaRule(Recurrence):
         assert state is not None
         assert row is not None
         assert isinstance(plan, ReplayPlan)
-        (A, dt_bias), (a, b), (q, k, v) = params, gates, self.split(channels)
-        ring_k, ring_u, ring_g = ring
+        (A, dt_bias), (a, b), (q, k, v), (ring_k, ring_u, ring_g) = params, gates, self.split(channels), ring
         return delta_replay_update(
-            state, ring_k, ring_u, ring_g, q, k, v, a, b, A, dt_bias, rows.query_start_loc,
-            rows.max_query_len, plan.slot, row, plan.ring_start, plan.ring_len, self.beta_scale,
+            state, ring_k, ring_u, ring_g, q, k, v, a, b, A, dt_bias, rows.query_start_loc, rows.max_query_len,
+            plan.slot, row, plan.ring_start, plan.ring_len, self.beta_scale,
         )  # fmt: skip
 
     def fold(

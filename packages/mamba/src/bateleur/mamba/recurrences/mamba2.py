@@ -93,15 +93,9 @@ class Mamba2(Recurrence):
         return x.view(-1, self.num_heads, self.head_dim), B.view(groups), C.view(groups)
 
     def scan(
-        self,
-        params: Tensors,
-        channels: Tensor,
-        gates: Tensors,
-        state: State,
-        chunks: PrefillChunks,
-        chunk_size: int,
+        self, params: Tensors, channels: Tensor, gates: Tensors, state: State, chunks: PrefillChunks, chunk_size: int,
         read: Tensor,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         """Run Mamba-2 over prefills, and write the state after each chunk to its state slot."""
         assert state is not None
         (A, D, dt_bias), (x, B, C) = params, self.split(channels)

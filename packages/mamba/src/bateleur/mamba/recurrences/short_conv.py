@@ -3,12 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from torch import Tensor
-
-from bateleur.mamba.metadata import MambaMetadata
-from bateleur.mamba.ops import fold_window
-from bateleur.mamba.prefill_chunks import PrefillChunks
-from bateleur.mamba.recurrence import FoldBatch, Recurrence, State, Tensors, TensorSpec
+from bateleur.mamba.recurrence import Recurrence
 from bateleur.mamba.spec import at_least
 
 
@@ -37,55 +32,6 @@ class ShortConv(Recurrence):
         return self.channels
 
     @property
-    def state_shape(self) -> tuple[int, ...]:
-        """Shape of the state: (), because the conv window is the only state."""
-        return ()
-
-    @property
     def output_shape(self) -> tuple[int, ...]:
         """Shape of the output of one token, (C,)."""
         return (self.channels,)
-
-    @property
-    def gates(self) -> tuple[TensorSpec, ...]:
-        """Inputs of one token besides the channels: none."""
-        return ()
-
-    @property
-    def parameters(self) -> tuple[TensorSpec, ...]:
-        """Parameters besides the convolution's: none."""
-        return ()
-
-    @property
-    def ring_entry(self) -> tuple[TensorSpec, ...]:
-        """Tensors of a ring entry: none."""
-        return ()
-
-    def scan(
-        self,
-        params: Tensors,
-        channels: Tensor,
-        gates: Tensors,
-        state: State,
-        chunks: PrefillChunks,
-        chunk_size: int,
-        read: Tensor,
-    ) -> Tensor:
-        """Return the convolved channels of the prefills unchanged, because there is no recurrence."""
-        return channels
-
-    def update(self, params: Tensors, channels: Tensor, gates: Tensors, state: State, rows: MambaMetadata) -> Tensor:
-        """Return the convolved channels of the decodes unchanged, because there is no recurrence."""
-        return channels
-
-    def replay(
-        self, params: Tensors, channels: Tensor, gates: Tensors, state: State, ring: Tensors, rows: MambaMetadata
-    ) -> Tensor:
-        """Return the convolved channels of the decodes unchanged, because there is no recurrence."""
-        return channels
-
-    def fold(
-        self, params: Tensors, conv: Tensor, state: State, request_conv: Tensor, ring: Tensors, batch: FoldBatch
-    ) -> None:
-        """Copy conv windows of running requests to state slots, in several layers at once."""
-        fold_window(conv, request_conv, batch.ring_row, batch.dst, batch.page_offset)

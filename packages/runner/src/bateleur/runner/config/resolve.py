@@ -7,7 +7,7 @@ import warnings
 import torch
 
 from bateleur.mamba import PromptScan
-from bateleur.mamba.ops.delta_scan import fla
+from bateleur.mamba.ops import fla
 from bateleur.metadata import AttentionBackend, get_backend
 from bateleur.metadata.backends import LayerConfig, backend_names, preferred_backends, unsupported_reason
 from bateleur.runner.models.spec import DeltaLayer, ModelSpec

@@ -25,18 +25,14 @@ def takes(max_query_len: int, activations: Sequence[Tensor | None], exact: Seque
 
     Activations must be all float32 or all bfloat16, and `exact` tensors float32; their last dimension contiguous.
     """
-    first = activations[0]
-    assert first is not None
-    dtype = first.dtype
-    if dtype not in _DTYPES:
-        return False
-    for each in activations:
-        if each is not None and (each.dtype != dtype or each.stride(-1) != 1):
-            return False
-    for each in exact:
-        if each.dtype != torch.float32 or each.stride(-1) != 1:
-            return False
-    return 1 <= max_query_len <= MOST_TOKENS
+    given = [each for each in activations if each is not None]
+    return (
+        1 <= max_query_len <= MOST_TOKENS
+        and given[0].dtype in _DTYPES
+        and all(each.dtype == given[0].dtype for each in given)
+        and all(each.dtype == torch.float32 for each in exact)
+        and all(each.stride(-1) == 1 for each in (*given, *exact))
+    )
 
 
 def is_indexed(query_start_loc: Tensor, *slots: Tensor) -> bool:
@@ -47,22 +43,6 @@ def is_indexed(query_start_loc: Tensor, *slots: Tensor) -> bool:
 def fits(channels: int, size: int) -> bool:
     """Return whether a head's state (channels, size) and the inputs of a token, as float32, fit on the stack."""
     return channels * size <= MOST_STATE and channels + 2 * size <= _MOST_WIDTH
-
-
-def takes_state(ssm_state: Tensor, x: Tensor, B: Tensor, C: Tensor, *by_head: Tensor) -> bool:
-    """Return whether the shapes and strides of states, x, B, C and tensors (..., heads) are supported."""
-    _, heads, channels, size = ssm_state.shape
-    if (
-        not fits(channels, size)
-        or x.shape[1:] != (heads, channels)
-        or B.shape[2] != size
-        or B.shape != C.shape
-        or heads % B.shape[1]
-    ):
-        return False
-    slots = ssm_state.stride()[1:] == (channels * size, size, 1)
-    dense = all(each.stride(1) == each.shape[2] for each in (x, B, C))
-    return slots and dense and all(each.shape[-1] == heads for each in by_head)
 
 
 def chunks_are_independent(slots: int, read: Tensor, chunk_write: Tensor, chunk_row: Tensor) -> bool:
@@ -94,4 +74,9 @@ def index_error(row: int, slots: int, tokens: int) -> IndexError:
 
 def contiguous(*tensors: Tensor) -> list[Tensor]:
     """Return contiguous tensors."""
-    return [each if each.is_contiguous() else each.contiguous() for each in tensors]
+    return [each.contiguous() for each in tensors]
+
+
+def pointers(tensors: Sequence[Tensor]) -> list[int]:
+    """Return the addresses of tensors, which the caller keeps."""
+    return [each.data_ptr() for each in tensors]

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from bateleur.mamba.ops.native import chunks_are_independent, contiguous, index_error, is_indexed, takes
+from bateleur.mamba.ops.native import chunks_are_independent, contiguous, index_error, is_indexed, pointers, takes
 from bateleur.metadata.dispatch import UNSUPPORTED, Unsupported
 from bateleur.metadata.native import Kernel, kernels
 
@@ -28,17 +28,9 @@ def fits(x: Tensor, weight: Tensor, windows: Tensor, entries: int) -> bool:
 
 
 def causal_conv1d_update(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    conv_state: Tensor,
-    query_start_loc: Tensor,
-    max_query_len: int,
-    read: Tensor,
-    offset: Tensor,
-    write: Tensor,
-    activation: str,
-) -> Tensor | Unsupported:
+    x: Tensor, weight: Tensor, bias: Tensor | None, conv_state: Tensor, query_start_loc: Tensor, max_query_len: int,
+    read: Tensor, offset: Tensor, write: Tensor, activation: str,
+) -> Tensor | Unsupported:  # fmt: skip
     """Convolve decodes in C, or return `UNSUPPORTED`, for example if a row writes a state slot that another reads."""
     room = weight.shape[1] - 2 + max_query_len  # inputs that a row writes to its slot
     floats = takes(max_query_len, (x, weight, bias, conv_state)) and fits(x, weight, conv_state, room)
@@ -56,51 +48,36 @@ def causal_conv1d_update(
         tokens, read.shape[0], channels, taps, activation == "silu", x.dtype is torch.float32,
         torch.get_num_threads(),
     )  # fmt: skip
-    if wrong < 0:
-        return UNSUPPORTED
-    if wrong:
+    if wrong > 0:
         raise index_error(wrong - 1, conv_state.shape[0], tokens)
-    return y
+    return UNSUPPORTED if wrong else y
 
 
 def causal_conv1d_varlen(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    conv_state: Tensor,
-    request_conv: Tensor | None,
-    query_start_loc: Tensor,
-    read: Tensor,
-    chunk_start_loc: Tensor,
-    chunk_row: Tensor,
-    chunk_write: Tensor,
-    request_conv_write: Tensor | None,
-    activation: str,
-) -> Tensor | Unsupported:
+    x: Tensor, weight: Tensor, bias: Tensor | None, conv_state: Tensor, request_conv: Tensor | None,
+    query_start_loc: Tensor, read: Tensor, chunk_start_loc: Tensor, chunk_row: Tensor, chunk_write: Tensor,
+    request_conv_write: Tensor | None, activation: str,
+) -> Tensor | Unsupported:  # fmt: skip
     """Convolve prefills in C, or return `UNSUPPORTED`, for example if a row writes a state slot that another reads."""
     del query_start_loc
-    slots, keep = [read, chunk_write], weight.shape[1] - 1
+    keep, places = weight.shape[1] - 1, contiguous(read, chunk_start_loc, chunk_row, chunk_write)
+    windows: tuple[int | None, ...] = (None, 0, None)
     if request_conv is not None and request_conv_write is not None:
-        slots.append(request_conv_write)
-        if not fits(x, weight, request_conv, keep):
+        if request_conv_write.dtype != torch.int64 or not fits(x, weight, request_conv, keep):
             return UNSUPPORTED
+        places += contiguous(request_conv_write)
+        windows = request_conv.data_ptr(), request_conv.stride(0), places[4].data_ptr()
     floats = takes(1, (x, weight, bias, conv_state, request_conv)) and fits(x, weight, conv_state, keep)
-    integers = chunk_row.dtype == torch.int32 and is_indexed(chunk_start_loc, *slots)
+    integers = chunk_row.dtype == torch.int32 and is_indexed(chunk_start_loc, read, chunk_write)
     if not (len(chunk_row) and floats and integers and activation in _ACTIVATIONS):
         return UNSUPPORTED
     if not chunks_are_independent(conv_state.shape[0], read, chunk_write, chunk_row):
         return UNSUPPORTED
     (tokens, channels), taps = x.shape, weight.shape[1]
     y = x.new_empty(tokens, channels)
-    places = contiguous(read, chunk_start_loc, chunk_row, chunk_write)
-    windows: tuple[int | None, int] = (None, 0)
-    if request_conv is not None and request_conv_write is not None:
-        places += contiguous(request_conv_write)
-        windows = request_conv.data_ptr(), request_conv.stride(0)
     wrong = _kernels()["conv_prompts"](
         x.data_ptr(), x.stride(0), weight.data_ptr(), None if bias is None else bias.data_ptr(),
-        conv_state.data_ptr(), conv_state.stride(0), *windows, *(each.data_ptr() for each in places[:4]),
-        places[4].data_ptr() if windows[0] else None, y.data_ptr(),
+        conv_state.data_ptr(), conv_state.stride(0), *windows[:2], *pointers(places[:4]), windows[2], y.data_ptr(),
         tokens, chunk_row.shape[0], channels, taps, activation == "silu", x.dtype is torch.float32,
         torch.get_num_threads(),
     )  # fmt: skip

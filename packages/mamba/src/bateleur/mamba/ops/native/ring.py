@@ -13,7 +13,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from bateleur.mamba.ops.native import MOST_TOKENS, contiguous, fits, is_indexed, takes, takes_state
+from bateleur.mamba.ops.native import MOST_TOKENS, contiguous, fits, is_indexed, pointers, takes
+from bateleur.mamba.ops.native.mamba2 import inputs_of, sizes_of, takes_layer
 from bateleur.metadata.dispatch import UNSUPPORTED, Unsupported
 from bateleur.metadata.native import Kernel, kernels
 from bateleur.metadata.native.structs import Struct, fields
@@ -29,50 +30,31 @@ _SIGNATURES = (
 def _takes_ring(ssm_state: Tensor, ring_x: Tensor, ring_dt: Tensor, ring_B: Tensor) -> bool:
     """Return whether shapes and strides of the states and rings of a layer are supported."""
     (_, heads, channels, size), (rows, capacity) = ssm_state.shape, ring_dt.shape[:2]
-    rings = ring_x.is_contiguous() and ring_dt.is_contiguous() and ring_B.is_contiguous()
-    rings = rings and 0 < capacity <= _MOST_ENTRIES and ring_dt.shape[2] == heads
-    rings = rings and ring_x.shape == (rows, capacity, heads, channels) and heads % ring_B.shape[2] == 0
-    return rings and ring_B.shape[:2] == (rows, capacity) and ring_B.shape[3] == size
+    return (
+        all(each.is_contiguous() for each in (ring_x, ring_dt, ring_B))
+        and 0 < capacity <= _MOST_ENTRIES
+        and ring_dt.shape[2] == heads
+        and ring_x.shape == (rows, capacity, heads, channels)
+        and ring_B.shape == (rows, capacity, ring_B.shape[2], size)
+        and heads % ring_B.shape[2] == 0
+    )
 
 
 def replay_update(
-    ssm_state: Tensor,
-    ring_x: Tensor,
-    ring_dt: Tensor,
-    ring_B: Tensor,
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor,
-    dt_bias: Tensor,
-    query_start_loc: Tensor,
-    max_query_len: int,
-    slot: Tensor,
-    ring_row: Tensor,
-    ring_start: Tensor,
-    ring_len: Tensor,
-    dt_min: float,
-    dt_max: float,
-) -> Tensor | Unsupported:
+    ssm_state: Tensor, ring_x: Tensor, ring_dt: Tensor, ring_B: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tensor,
+    C: Tensor, D: Tensor, dt_bias: Tensor, query_start_loc: Tensor, max_query_len: int, slot: Tensor, ring_row: Tensor,
+    ring_start: Tensor, ring_len: Tensor, dt_min: float, dt_max: float,
+) -> Tensor | Unsupported:  # fmt: skip
     """Run Mamba-2 decodes from saved states and rings in C, or return `UNSUPPORTED` for other dtypes or layouts."""
-    if not x.shape[0] or not slot.shape[0]:
-        return UNSUPPORTED
-    floats = takes(max_query_len, (x, dt, B, C, ring_x, ring_B), (ssm_state, ring_dt, A, D, dt_bias))
-    floats = floats and takes_state(ssm_state, x, B, C, dt, A, D, dt_bias)
+    inputs, rings = (x, dt, A, B, C, D, dt_bias), (ring_x, ring_dt, ring_B)
+    floats = takes_layer(max_query_len, ssm_state, *inputs) and takes(1, (x, ring_x, ring_B), (ring_dt,))
     integers = is_indexed(query_start_loc, slot, ring_row, ring_start, ring_len)
-    if not (floats and integers and _takes_ring(ssm_state, ring_x, ring_dt, ring_B)):
+    if not (slot.shape[0] and floats and integers and _takes_ring(ssm_state, *rings)):
         return UNSUPPORTED
-    _, heads, channels, size = ssm_state.shape
-    y = x.new_empty(x.shape)
-    rows = contiguous(query_start_loc, slot, ring_row, ring_start, ring_len)
+    y, rows = x.new_empty(x.shape), contiguous(query_start_loc, slot, ring_row, ring_start, ring_len)
     wrong = _kernels()["replay"](
-        ssm_state.data_ptr(), ssm_state.stride(0), ssm_state.shape[0], *_rings(ring_x, ring_dt, ring_B),
-        x.data_ptr(), x.stride(0), dt.data_ptr(), dt.stride(0), A.data_ptr(), B.data_ptr(), B.stride(0),
-        C.data_ptr(), C.stride(0), D.data_ptr(), dt_bias.data_ptr(), *(each.data_ptr() for each in rows),
-        y.data_ptr(), x.shape[0], slot.shape[0], heads, B.shape[1], channels, size, dt_min, dt_max,
-        x.dtype is torch.float32, torch.get_num_threads(),
+        ssm_state.data_ptr(), ssm_state.stride(0), ssm_state.shape[0], *pointers(rings), *ring_dt.shape[:2],
+        *inputs_of(*inputs), *pointers(rows), y.data_ptr(), *sizes_of(x, B, slot.shape[0], (dt_min, dt_max)),
     )  # fmt: skip
     if wrong:
         raise IndexError(
@@ -101,20 +83,9 @@ def _takes_windows(conv_state: Tensor, request_conv: Tensor, ring_dt: Tensor) ->
 
 
 def fold_ring(
-    ssm_state: Tensor,
-    conv_state: Tensor,
-    request_conv: Tensor,
-    ring_x: Tensor,
-    ring_dt: Tensor,
-    ring_B: Tensor,
-    A: Tensor,
-    ring_row: Tensor,
-    ring_start: Tensor,
-    count: Tensor,
-    src: Tensor,
-    dst: Tensor,
-    page_offset: Tensor,
-) -> Unsupported | None:
+    ssm_state: Tensor, conv_state: Tensor, request_conv: Tensor, ring_x: Tensor, ring_dt: Tensor, ring_B: Tensor,
+    A: Tensor, ring_row: Tensor, ring_start: Tensor, count: Tensor, src: Tensor, dst: Tensor, page_offset: Tensor,
+) -> Unsupported | None:  # fmt: skip
     """Add ring entries to saved states in C, or return `UNSUPPORTED`, such as when a row writes what another reads."""
     places = ring_row, ring_start, count, src, dst, page_offset
     pages = ssm_state.stride()[2:] == (math.prod(ssm_state.shape[3:]), ssm_state.shape[4], 1)
@@ -141,19 +112,13 @@ def fold_ring(
         states=ssm_state, ring_x=ring_x, ring_B=ring_B, ring_step=ring_dt, A=A, pages=conv_state, windows=request_conv
     )
     rows = contiguous(*places)
-    wrong = _kernels()["fold"](
-        ctypes.addressof(what), *(each.data_ptr() for each in rows), dst.shape[0], torch.get_num_threads()
-    )
+    wrong = _kernels()["fold"](ctypes.addressof(what), *pointers(rows), dst.shape[0], torch.get_num_threads())
     if wrong > 0:
         raise IndexError(
             f"src, dst, ring_row, ring_start, count: row {wrong - 1} has a slot outside of [0, {slots - 1}], a ring "
             f"outside of [0, {ring_rows - 1}], or more ring entries than {capacity}"
         )
     return UNSUPPORTED if wrong else None
-
-
-def _rings(ring_x: Tensor, ring_dt: Tensor, ring_B: Tensor) -> tuple[int, ...]:
-    return ring_x.data_ptr(), ring_dt.data_ptr(), ring_B.data_ptr(), *ring_dt.shape[:2]
 
 
 @cache

@@ -1,0 +1,207 @@
+"""The delta rules: prefills, decodes under SLOTS and under FOLD, and folds.
+
+The state S (Dv, Dk) of a value head is updated as S <- exp(g) S + u k^T, with the corrected value u = beta (v - exp(g)
+S k) and the output o = S q. The gated delta rule (Yang, Kautz and Hatamizadeh, 2024) has one decay per head, and Kimi
+delta attention (Moonshot AI, 2025) one per key channel. The last dimension of g is therefore 1 or Dk.
+
+A ring stores the corrected values u, so the state after its entries is a plain sum.
+
+Letters as in `ops`, H value heads, G key heads, Dk and Dv channels of a key and of a value, L entries of a ring, Q
+tokens of a tile.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from bateleur.mamba.ops.custom_op import operator
+from bateleur.mamba.ops.slots import (
+    append_to_rings,
+    compute_dtype,
+    decays_after,
+    load_slots,
+    pad_rows,
+    pair_decays,
+    ring_entries,
+    rows_with_slot,
+    scan_tiles,
+    store_slots,
+    unpad,
+)
+from bateleur.mamba.ops.states import copy_windows
+
+_TILE = 16
+"""Maximum number of tokens of a tile. The decays of all pairs of tokens in it are computed, for each key channel."""
+
+
+def unit(x: Tensor, heads: int) -> Tensor:
+    """Normalize vectors (..., G, Dk) to length 1, and repeat them for the value heads: (..., H, Dk)."""
+    x = x * x.square().sum(-1, keepdim=True).add_(1e-6).rsqrt_()
+    return x.repeat_interleave(heads // x.shape[-2], -2)
+
+
+def gates(
+    a: Tensor, b: Tensor, A: Tensor, dt_bias: Tensor, beta_scale: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Return log decays (T, H, 1 or Dk) and beta (T, H, 1) from the raw a and b."""
+    g = F.softplus(a.to(dtype) + dt_bias)
+    g = (g * A).unsqueeze(2) if a.dim() == 2 else g * A[:, None]
+    return g, b.to(dtype).sigmoid().unsqueeze(2) * beta_scale
+
+
+def _inputs(
+    q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, A: Tensor, dt_bias: Tensor, beta_scale: float
+) -> tuple[Tensor, ...]:
+    """Return normalized q and k (T, H, Dk), v, g and beta, in the dtype to compute in; q is scaled by Dk ** -0.5."""
+    dtype, heads = compute_dtype(v), v.shape[1]
+    q, k = unit(q.to(dtype), heads) * q.shape[2] ** -0.5, unit(k.to(dtype), heads)
+    return q, k, v.to(dtype), *gates(a, b, A, dt_bias, beta_scale, dtype)
+
+
+@operator(mutates=("state",), like="v", triton="delta_scan")
+def delta_scan_varlen(
+    q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, A: Tensor, dt_bias: Tensor, state: Tensor,
+    query_start_loc: Tensor, chunk_start_loc: Tensor, chunk_row: Tensor, row_chunk_loc: Tensor,
+    max_chunks_per_row: int, chunk_size: int, read: Tensor, chunk_write: Tensor, beta_scale: float,
+) -> Tensor:  # fmt: skip
+    """A delta rule over prefills; row r (a request) starts from the state in state slot read[r].
+
+    For each token and value head h, with key head h // (H / G), q and k normalized to length 1, q scaled by Dk ** -0.5,
+    g = A softplus(a + dt_bias) and beta = beta_scale sigmoid(b):
+    S <- exp(g) S, u = beta (v - S k), S <- S + u k^T, o = S q, where S is (Dv, Dk).
+
+    Args:
+        q, k, v: (T, G, Dk), (T, G, Dk) and (T, H, Dv); q and k before normalization.
+        a, b: (T, H) each, with dt_bias (H,); or a (T, H, Dk) with dt_bias (H, Dk).
+        A: (H,) float32, negative.
+        state: (slots, H, Dv, Dk), updated in place.
+        beta_scale: 1, or 2 to allow negative eigenvalues.
+        The others: as in `ssd_scan_varlen`.
+
+    Returns o (T, H, Dv).
+    """
+    inputs, o = _inputs(q, k, v, a, b, A, dt_bias, beta_scale), torch.zeros_like(v)
+    tiles = scan_tiles(state, read, chunk_start_loc, row_chunk_loc, chunk_write, _TILE, compute_dtype(v))
+    for own, tokens in tiles:
+        o[tokens] = _run_tile(own, *(each[tokens].transpose(0, 1) for each in inputs)).transpose(0, 1)
+    return o
+
+
+def _run_tile(state: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
+    """Return the outputs (H, Q, Dv) of Q tokens, and update `state` (H, Dv, Dk). Inputs are (H, Q, ...).
+
+    The corrected values are the solution of a unit lower triangular system (the WY form: Bischof and Van Loan, 1987;
+    for delta rules, Yang et al., 2024). With c the running sum of g, and S the state before the tile:
+
+    u_i + beta_i sum_{j<i} (e^{c_i - c_j} k_i . k_j) u_j = beta_i (v_i - S (e^{c_i} k_i))
+    o_i = S (e^{c_i} q_i) + sum_{j<=i} (e^{c_i - c_j} q_i . k_j) u_j
+    """
+    total = g.cumsum(1)
+    fade, last, keys = total.exp(), total[:, -1:], pair_decays(total) * k[:, None]  # (H, Q, Q, Dk): k_j as seen by i
+    of_queries, of_keys = (torch.einsum("hik,hijk->hij", x, keys) for x in (q, k))
+    known = beta * (v - (k * fade) @ state.mT)
+    u = torch.linalg.solve_triangular(beta * of_keys, known, upper=False, unitriangular=True)
+    o: Tensor = (q * fade) @ state.mT + of_queries @ u
+    state.mul_(last.exp()).add_(u.mT @ (k * (last - total).exp()))
+    return o
+
+
+@operator(mutates=("state",), like="v", triton="delta_rule")
+def delta_state_update(
+    state: Tensor, q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, A: Tensor, dt_bias: Tensor,
+    query_start_loc: Tensor, max_query_len: int, read: Tensor, write: Tensor, beta_scale: float,
+) -> Tensor:  # fmt: skip
+    """A delta rule over 1 to 1 + K tokens (K drafts) per row (request); writes the state after each to a state slot.
+
+    Args:
+        write: (R, 1 + K) int64; the state after token i of row r is written to state[write[r, i]].
+        max_query_len: maximum number of tokens of a row.
+        The others: as in `delta_scan_varlen`.
+
+    Returns o (T, H, Dv).
+    """
+    if not (v.shape[0] and read.shape[0]):
+        return torch.zeros_like(v)
+    inputs = _inputs(q, k, v, a, b, A, dt_bias, beta_scale)
+    states, outputs = load_slots(state, read, compute_dtype(v)), []
+    tokens, targets = pad_rows(query_start_loc, max_query_len, v.shape[0])
+    slots = torch.where(targets < v.shape[0], write[:, :max_query_len], 0)
+    for at, slot in zip(tokens.T, slots.T, strict=True):
+        outputs.append(_advance(states, *(each[at] for each in inputs))[0])
+        store_slots(state, slot, states)
+    return unpad(torch.stack(outputs, 1), targets, v)
+
+
+def _advance(state: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
+    """Update the states (R, H, Dv, Dk) with one token per row; return its output and corrected value (R, H, Dv)."""
+    state.mul_(g.exp()[:, :, None])
+    u = beta * (v - (state @ k[..., None]).squeeze(3))
+    state.addcmul_(u[..., None], k[:, :, None])
+    return (state @ q[..., None]).squeeze(3), u
+
+
+@operator(mutates=("ring_k", "ring_u", "ring_g"), like="v", triton="delta_replay")
+def delta_replay_update(
+    state: Tensor, ring_k: Tensor, ring_u: Tensor, ring_g: Tensor, q: Tensor, k: Tensor, v: Tensor, a: Tensor,
+    b: Tensor, A: Tensor, dt_bias: Tensor, query_start_loc: Tensor, max_query_len: int, slot: Tensor,
+    ring_row: Tensor, ring_start: Tensor, ring_len: Tensor, beta_scale: float,
+) -> Tensor:  # fmt: skip
+    """A delta rule over 1 to 1 + K tokens (K drafts) per row (request), from a saved state and a ring of later tokens.
+
+    The state before a row's tokens is state[slot] updated with ring_len entries of ring `ring_row`. Entry j is at
+    (ring_start + j) % L. The row's tokens are appended to the ring. The caller counts the accepted ones, and the next
+    step overwrites the others, so a rejected token never reaches a state.
+
+    Args:
+        ring_k: (ring rows, L entries, G key heads, Dk) raw keys, contiguous, in the dtype of k or a wider one.
+        ring_u: (ring rows, L, H value heads, Dv) corrected values, contiguous, float32 (float64 for float64 inputs).
+        ring_g: (ring rows, L, H) or (ring rows, L, H, Dk) log decays, contiguous, in the dtype of ring_u.
+        slot, ring_row, ring_start, ring_len: (R,) int64. ring_len plus the row's tokens is at most L. No two rows share
+            a ring row, except row 0, which is null: its rows store nothing, and their outputs are unspecified.
+        The others: as in `delta_state_update`.
+
+    Returns o (T, H, Dv).
+    """
+    if not (v.shape[0] and slot.shape[0]):
+        return torch.zeros_like(v)
+    rings, inputs = (ring_k, ring_u, ring_g), _inputs(q, k, v, a, b, A, dt_bias, beta_scale)
+    states = load_slots(state, slot, compute_dtype(v))
+    _fold(states, rings, ring_row, ring_start, ring_len)
+    tokens, targets = pad_rows(query_start_loc, max_query_len, v.shape[0])
+    o, u = zip(*(_advance(states, *(each[at] for each in inputs)) for at in tokens.T), strict=True)
+    g = inputs[3].view(-1, *ring_g.shape[2:])
+    new = (k[tokens], torch.stack(u, 1), g[tokens])
+    append_to_rings(rings, new, ring_row, ring_start + ring_len, targets < v.shape[0])
+    return unpad(torch.stack(o, 1), targets, v)
+
+
+def _fold(states: Tensor, rings: Sequence[Tensor], row: Tensor, start: Tensor, count: Tensor) -> None:
+    """Update the states (R, H, Dv, Dk) with the first `count` entries of the rings in rows `row`."""
+    k, u, g = ring_entries(rings, row, start, count, states.dtype)
+    g = g.view(*u.shape[:3], -1)
+    k = unit(k, u.shape[2]) * decays_after(g)
+    states.mul_(g.sum(1).exp_()[:, :, None]).add_(torch.einsum("rlhv,rlhk->rhvk", u, k))
+
+
+@operator(mutates=("state", "conv_state"), triton="delta_rule")
+def delta_fold_ring(
+    state: Tensor, conv_state: Tensor, request_conv: Tensor, ring_k: Tensor, ring_u: Tensor, ring_g: Tensor,
+    ring_row: Tensor, ring_start: Tensor, count: Tensor, src: Tensor, dst: Tensor, page_offset: Tensor,
+) -> None:  # fmt: skip
+    """Update saved states with the first `count` entries of the rings of later tokens, in several layers at once.
+
+    Args:
+        state: (layers, slots, heads, Dv, Dk) for values of Dv and keys of Dk channels, updated in place.
+        ring_k, ring_u, ring_g: as in `delta_replay_update`, with a leading dimension of layers.
+        The others: as in `fold_ring`.
+    """
+    dst, row, start, count, src, offset = rows_with_slot(dst, ring_row, ring_start, count, src, page_offset)
+    if not dst.shape[0]:
+        return
+    copy_windows(conv_state, request_conv, row, dst, offset)
+    for pages, *rings in zip(state, ring_k, ring_u, ring_g, strict=True):
+        states = load_slots(pages, src, compute_dtype(ring_u))
+        _fold(states, rings, row, start, count)
+        store_slots(pages, dst, states)

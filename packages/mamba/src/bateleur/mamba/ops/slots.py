@@ -1,0 +1,103 @@
+"""Helpers of the torch forms: state slots, rows of tokens, and rings. Letters as in `ops`, M tokens of the longest row.
+
+Dropped writes go to state slot 0.
+"""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+
+def compute_dtype(x: Tensor) -> torch.dtype:
+    """Return the dtype to compute in: float32, or float64 for float64 inputs."""
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def load_slots(state: Tensor, read: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return copies of the states in slots `read` (R,); zeros for slot 0."""
+    null = (read == 0).view(-1, *[1] * (state.dim() - 1))
+    return state.index_select(0, read).to(dtype).masked_fill_(null, 0)
+
+
+def store_slots(state: Tensor, write: Tensor, values: Tensor) -> None:
+    """Write values (R, ...) to the state slots `write` (R,), which are all different except slot 0."""
+    state.index_copy_(0, write.long(), values.to(state.dtype))
+
+
+def rows_with_slot(dst: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
+    """Return the entries of all tensors (R,) in rows whose slot `dst` is not 0; on a GPU all rows (no sync)."""
+    return (dst, *others) if dst.device.type != "cpu" else tuple(each[dst != 0] for each in (dst, *others))
+
+
+def pad_rows(query_start_loc: Tensor, max_query_len: int, num_tokens: int) -> tuple[Tensor, Tensor]:
+    """Return token indices (R, M) to read and to write. Padding reads any token, and writes `num_tokens`."""
+    starts = query_start_loc.to(torch.int64)
+    tokens = starts[:-1, None] + torch.arange(max_query_len, device=starts.device)
+    real = tokens < starts[1:, None]
+    return tokens.clamp(max=num_tokens - 1), torch.where(real, tokens, num_tokens)
+
+
+def unpad(y: Tensor, targets: Tensor, like: Tensor) -> Tensor:
+    """Scatter `y` (R, M, ...) to the tokens `targets` (R, M) of zeros like `like` (T, ...); index T is dropped."""
+    out = like.new_zeros((like.shape[0] + 1, *like.shape[1:]))
+    return out.index_copy_(0, targets.flatten(), y.flatten(0, 1).to(like.dtype))[:-1]
+
+
+def ring_entries(
+    rings: Sequence[Tensor], row: Tensor, start: Tensor, count: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, ...]:
+    """Return the first `count` (R,) entries of the rings in rows `row`, oldest first, (R, L, ...); then zeros."""
+    entry = torch.arange(rings[0].shape[1], device=row.device)
+    place, missing = (start[:, None] + entry) % len(entry), entry >= count[:, None]
+    found = (ring[row[:, None], place].to(dtype) for ring in rings)
+    return tuple(each.masked_fill_(missing.view(*missing.shape, *[1] * (each.dim() - 2)), 0) for each in found)
+
+
+def append_to_rings(
+    rings: Sequence[Tensor], values: Sequence[Tensor], row: Tensor, end: Tensor, is_token: Tensor
+) -> None:
+    """Write the values (R, M, ...) of new tokens to the rings in rows `row`, after `end` (R,) tokens.
+
+    is_token: (R, M) bool; the others are padding, which is written to entry 0 of the null row.
+    """
+    capacity = rings[0].shape[1]
+    place = (end[:, None] + torch.arange(is_token.shape[1], device=row.device)) % capacity + row[:, None] * capacity
+    place = torch.where(is_token, place, 0).flatten()
+    for ring, new in zip(rings, values, strict=True):
+        store_slots(ring.view(-1, *ring.shape[2:]), place, new.flatten(0, 1))
+
+
+def decays_after(g: Tensor) -> Tensor:
+    """Return the decay by the tokens after each one, from log decays g (R, L, ...), oldest token first."""
+    later = torch.cat((g[:, 1:], torch.zeros_like(g[:, :1])), 1)
+    return later.flip(1).cumsum_(1).flip(1).exp_()
+
+
+def scan_tiles(
+    state: Tensor, read: Tensor, chunk_start_loc: Tensor, row_chunk_loc: Tensor, chunk_write: Tensor, size: int,
+    dtype: torch.dtype,
+) -> Iterator[tuple[Tensor, slice]]:  # fmt: skip
+    """Yield the state of a row, which the caller updates, and the next tokens of the row, at most `size`.
+
+    A tile is inside of a chunk. The state after chunk k is written to slot chunk_write[k]. Waits for the device.
+    """
+    bounds, ends, writes = chunk_start_loc.tolist(), row_chunk_loc.tolist(), chunk_write.tolist()
+    for row, own in enumerate(load_slots(state, read, dtype)):
+        for chunk in range(ends[row], ends[row + 1]):
+            for first in range(bounds[chunk], bounds[chunk + 1], size):
+                yield own, slice(first, min(first + size, bounds[chunk + 1]))
+            if writes[chunk]:
+                state[writes[chunk]] = own
+
+
+def pair_decays(total: Tensor) -> Tensor:
+    """Return the decay from each of Q tokens (dimension 2) to each (dimension 1), 0 to earlier ones, (H, Q, Q, ...).
+
+    total: (H, Q, ...) running sums of log decays.
+    """
+    length = total.shape[1]
+    earlier = torch.ones(length, length, dtype=torch.bool, device=total.device).triu_(1)
+    earlier = earlier.view(length, length, *[1] * (total.dim() - 2))
+    # Masked before the exponential: the difference is positive there, and could overflow.
+    return (total.unsqueeze(2) - total.unsqueeze(1)).masked_fill_(earlier, float("-inf")).exp_()
