@@ -305,7 +305,7 @@ def planners(rows: int, drafts: int) -> dict[str, Callable[[], object]]:
     add("plan_fold", done)
     add("plan_fold mixed", partial(done, flush=flags, scanned=flags))
     starts = np.arange(1 + rows, dtype=np.int32) * BLOCK
-    calls["cut prompts"] = partial(PrefillChunker(layout, BLOCK // 2, rows).split, starts, computed.numpy(), table)
+    calls["cut prompts"] = partial(PrefillChunker(layout, BLOCK // 2).split, starts, computed.numpy(), table)
     calls["gather"] = partial(states.gather, row)
     calls["scatter"] = partial(states.scatter, row, accepted, base=base)
     return calls

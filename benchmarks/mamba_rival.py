@@ -79,7 +79,7 @@ class Rows:
     def scan(self) -> Call:
         layout = CacheLayout(MambaCacheMode.NONE, self.tokens, 0, self.tokens)
         before = torch.zeros(self.rows, dtype=torch.int32).numpy()
-        cut = PrefillChunker(layout, CHUNK, self.rows).split(self.loc.numpy(), before, self.row[:, None].int())
+        cut = PrefillChunker(layout, CHUNK).split(self.loc.numpy(), before, self.row[:, None].int())
         args = (self.params, self.channels, self.gates, self.state, cut, CHUNK, self.row)
         return partial(self.spec.scan, *args)
 

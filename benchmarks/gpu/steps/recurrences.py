@@ -201,7 +201,7 @@ class Rows:
         layout = CacheLayout(MambaCacheMode.ALL, block, 0, block * columns)
         starts = np.cumsum([0, *self.lens], dtype=np.int32)
         table = 1 + rows + torch.arange(rows * columns, dtype=torch.int32, device=self.state.device).view(rows, -1)
-        return PrefillChunker(layout, CHUNK, rows, form).split(starts, np.zeros(rows, np.int32), table)
+        return PrefillChunker(layout, CHUNK, form).split(starts, np.zeros(rows, np.int32), table)
 
 
 CALLS: dict[str, tuple[Callable[[Rows], Outputs], StatePolicy, bool]] = {

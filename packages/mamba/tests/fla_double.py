@@ -93,7 +93,7 @@ def cut(
     table = 1 + torch.arange(len(spans) * layout.columns(), dtype=torch.int32, device=device).view(len(spans), -1)
     before, after = (np.array(tokens, np.int32) for tokens in zip(*spans, strict=True))
     starts = np.append(0, np.add.accumulate(after - before)).astype(np.int32)
-    return PrefillChunker(layout, 48, len(spans), scan).split(starts, before, table), table
+    return PrefillChunker(layout, 48, scan).split(starts, before, table), table
 
 
 def arguments(spec: GatedDelta | KimiDelta, tokens: int, dtype: torch.dtype = torch.float32) -> dict[str, Any]:

@@ -17,7 +17,7 @@ NONE, ALIGN, ALL = MambaCacheMode
 def cut(layout: CacheLayout, chunk: int, spans: list[tuple[int, int]], table: torch.Tensor) -> PrefillChunks:
     before, after = (np.array(tokens, np.int32) for tokens in zip(*spans, strict=True))
     starts = np.append(0, np.add.accumulate(after - before)).astype(np.int32)
-    return PrefillChunker(layout, chunk, 4).split(starts, before, table)
+    return PrefillChunker(layout, chunk).split(starts, before, table)
 
 
 def of_layout(layout: CacheLayout, rows: int) -> torch.Tensor:
@@ -52,7 +52,7 @@ def test_m30_every_boundary_ends_a_chunk_of_any_size(block, chunk, spans, bounda
     assert got.chunk_write.tolist() == slots
     assert got.row_chunk_loc.tolist() == first
     assert got.max_chunks_per_row == max(np.diff(first))
-    assert max(np.diff(starts)) <= PrefillChunker(layout, chunk, 4).chunk_size == min(chunk, block)
+    assert max(np.diff(starts)) <= PrefillChunker(layout, chunk).chunk_size == min(chunk, block)
     assert got.query_start_loc.tolist() == [0, *np.cumsum([b - a for a, b in spans])]
     assert got.chunk_write.dtype == torch.int64
 

@@ -77,7 +77,7 @@ class Simulation:
         """Return the keys of all cached prefixes."""
         width, has_states = 0 if self.folds else self.drafts, case.kind is not Kind.WINDOW
         self.pages = Pages(num_pages, self.max_len, width, has_states=has_states)
-        self.chunker = planner.chunker(layout, case.chunk_size, num_lanes)
+        self.chunker = planner.chunker(layout, case.chunk_size)
         self.rows = Rows(1 + num_lanes, layout.ring_capacity, self.drafts)
         self.states = RequestStates(1 + num_lanes, "cpu")
         self._buffers: dict[int, Buffers] = {}

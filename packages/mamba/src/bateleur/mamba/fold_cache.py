@@ -69,7 +69,7 @@ class FoldCache:
             spec.max_memory_usage_bytes(layout)  # checks policy and number of drafts
         device = mixers[0].conv_weight.device
         self.layout = layout
-        self.chunker = PrefillChunker(layout, chunk_size, num_rows, prompt_scan)
+        self.chunker = PrefillChunker(layout, chunk_size, prompt_scan)
         self.pages = StatePool(specs, num_slots, device, num_rows=num_rows, ring_capacity=layout.ring_capacity)
         self.states = RequestStates(num_rows, device)
         self._params: list[Tensors] = []

@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -31,31 +30,23 @@ class MambaMetadataBuilder:
     Slots are written to persistent buffers, so a captured graph of a decode batch can read them. Chunks of prefills are
     allocated for each batch that has prefills.
 
-    `states` is required for draft tokens and for the FOLD policy (rings of inputs). The next KV-cache group then has a
-    block table of one column: the row in `states` of each request, 0 in padded rows.
-
     Args:
         layout: block-table layout of the group.
         chunk_size: maximum number of tokens of a prefill chunk.
         max_num_reqs: maximum number of rows of a batch.
         device: device of the buffers.
-        states: values that requests carry between steps, or None.
+        states: values that requests carry between steps. Required for draft tokens and for the FOLD policy. The next
+            KV-cache group then has a block table of one column: the row in `states` of each request, 0 in padded rows.
         prompt_scan: kernels that scan prefills. `MambaMetadata.prefill_chunks.prompt_scan` tells which ones a step
             uses.
 
     Raises ValueError for a chunk size or a row count below 1, and for the FOLD policy without `states`.
     """
 
-    reads: frozenset[str] = frozenset(
-        {
-            "block_tables",
-            "is_prefilling",
-            "num_computed_tokens",
-            "query_start_loc",
-            "query_start_loc_cpu",
-            "seq_lens_cpu_upper_bound",
-        }
-    )
+    reads: frozenset[str] = frozenset({
+        "block_tables", "is_prefilling", "num_computed_tokens", "query_start_loc", "query_start_loc_cpu",
+        "seq_lens_cpu_upper_bound",
+    })  # fmt: skip
     seq_len_fill: int = 0
 
     def __init__(
@@ -82,7 +73,7 @@ class MambaMetadataBuilder:
         self._piecewise_loc = torch.zeros(max_num_reqs + 1, dtype=torch.int32, device=device)
         after = FoldPlan if layout.policy is StatePolicy.FOLD else CopyPlan
         self._commit_plan = after.allocate(max_num_reqs, device)
-        self._chunker = PrefillChunker(layout, chunk_size, max_num_reqs, prompt_scan)
+        self._chunker = PrefillChunker(layout, chunk_size, prompt_scan)
         self._no_chunks = PrefillChunks.empty(device)
         self._row_indices = torch.arange(max_num_reqs, device=device)
 
@@ -110,10 +101,10 @@ class MambaMetadataBuilder:
         plan = self._plan(common, table, request_row)
         num_decodes, num_tokens, chunks = self._split(common, table)
         longest = max(1, min(common.max_query_len, 1 + self.layout.num_speculative_tokens))
-        split = (num_decodes, num_tokens, num_reqs - num_decodes)
         return MambaMetadata(
-            *split, plan, common.query_start_loc, chunks, self._chunker.chunk_size, longest, request_row
-        )
+            num_decodes, num_tokens, num_reqs - num_decodes, plan, common.query_start_loc, chunks,
+            self._chunker.chunk_size, longest, request_row,
+        )  # fmt: skip
 
     def with_piecewise_decodes(self, meta: MambaMetadata, common: CommonAttentionMetadata) -> MambaMetadata:
         """Return `meta`, which was built for `common`, with its decode rows also in persistent buffers, for piecewise
@@ -193,7 +184,10 @@ class MambaMetadataBuilder:
             self.states.scatter(meta.request_row, copies.accepted, prev_col=copies.prev_col)
             return None if self.layout.mode is MambaCacheMode.NONE else copies
         assert isinstance(out, FoldPlan)
-        flush = None if captured else self._rows_to_flush(meta, common)
+        flush = None
+        if not captured:  # decodes inside a prompt: a later prefill ignores rings, so theirs are emptied
+            inside = common.is_prefilling.numpy()[: common.num_reqs] & (np.arange(common.num_reqs) < meta.num_decodes)
+            flush = upload(inside, accepted.device) if inside.any() else None
         fold = plan_fold(self.layout, meta.plan, computed, lens, accepted, flush=flush, scanned=scanned, out=out)
         self.states.scatter(meta.request_row, fold.accepted, base=fold.base)
         return fold
@@ -244,14 +238,6 @@ class MambaMetadataBuilder:
             )
         return tables[0].select(1, 0)
 
-    def _rows_to_flush(self, meta: MambaMetadata, common: CommonAttentionMetadata) -> Tensor | None:
-        """Return (R,) bool: decodes inside a prompt. A later prefill ignores rings, so empty theirs. None: no row."""
-        flush = common.is_prefilling.numpy()[: common.num_reqs].copy()
-        flush[meta.num_decodes :] = False
-        if not flush.any():
-            return None
-        return upload(flush, common.query_start_loc.device)
-
     def _split(self, common: CommonAttentionMetadata, table: Tensor) -> tuple[int, int, PrefillChunks]:
         """Return the number of decode rows, the number of their tokens, and the chunks of the prefill rows.
 
@@ -264,27 +250,20 @@ class MambaMetadataBuilder:
         query_lens = starts[1:] - starts[:-1]
         # An upper bound is enough: it is exact for rows inside a prompt, and other rows always have a state.
         computed = common.seq_len_bound.upper - query_lens
-        few, drafts = query_lens == 1, self.layout.num_speculative_tokens
-        if drafts:
-            few |= (query_lens > 1) & (query_lens <= 1 + drafts) & ~prompt
-        few &= computed > 0
+        drafts = (query_lens > 1) & (query_lens <= 1 + self.layout.num_speculative_tokens) & ~prompt
+        few = ((query_lens == 1) | drafts) & (computed > 0)
         first = int(few.argmin())
         if few[first] or starts[first] == starts[-1]:
             return len(few), common.num_tokens, self._no_chunks
-        if self.states is not None:
-            _require_decodes_first(first, prompt[first:], (query_lens[first:] > 0) & (computed[first:] > 0))
+        continues = ~prompt & (query_lens > 0) & (computed > 0)
+        late = np.logical_or.accumulate(prompt[first:]) & continues[first:]
+        if self.states is not None and late.any():
+            raise ValueError(
+                f"common: row {first + int(late.argmax())} is past its prompt, and row "
+                f"{first + int(prompt[first:].argmax())} before it is not; rows past their prompts come first"
+            )
         chunks = self._chunker.split(starts[first:] - starts[first], computed[first:], table[first:])
         return first, int(starts[first]), chunks
-
-
-def _require_decodes_first(first: int, prompt: npt.NDArray[np.bool_], continues: npt.NDArray[np.bool_]) -> None:
-    """Raise ValueError if a request past its prompt follows one inside its prompt; arrays start at row `first`."""
-    late = np.logical_or.accumulate(prompt) & ~prompt & continues
-    if late.any():
-        raise ValueError(
-            f"common: row {first + int(late.argmax())} is past its prompt, and row "
-            f"{first + int(prompt.argmax())} before it is not; rows past their prompts come first"
-        )
 
 
 class _Buffers:

@@ -60,11 +60,14 @@ class Mixer:
         names = [each.name for each in spec.parameters]
         if len(self.params) != len(names):
             raise ValueError(f"params has {len(self.params)} tensors; it must be ({', '.join(names)})")
-        _require_shape("conv_weight", self.conv_weight, (spec.conv_dim, spec.conv_width))
-        if self.conv_bias is not None:
-            _require_shape("conv_bias", self.conv_bias, (spec.conv_dim,))
-        for given, each in zip(self.params, spec.parameters, strict=True):
-            _require_shape(each.name, given, each.shape)
+        shapes: list[tuple[str, Tensor | None, tuple[int, ...]]] = [
+            ("conv_weight", self.conv_weight, (spec.conv_dim, spec.conv_width)),
+            ("conv_bias", self.conv_bias, (spec.conv_dim,)),
+            *((each.name, given, each.shape) for given, each in zip(self.params, spec.parameters, strict=True)),
+        ]
+        for name, given, shape in shapes:
+            if given is not None and given.shape != shape:
+                raise ValueError(f"{name} has the shape {tuple(given.shape)}; it must be {shape}")
 
     def mix(self, channels: Tensor, gates: Tensors, batch: MixerBatch, states: States, rings: Rings | None) -> Tensor:
         """Run convolution and recurrence over all tokens of a step, and update the states.
@@ -77,15 +80,14 @@ class Mixer:
 
         Returns y (T, *output_shape).
         """
-        decodes = batch.decodes
-        if decodes is None:
-            return self._prefill(channels, gates, batch, states, rings)
-        if batch.prefill_plan is None:
-            return self.decode(channels, gates, decodes, states, rings)
-        n = decodes.num_decode_tokens
-        first, rest = tuple(gate[:n] for gate in gates), tuple(gate[n:] for gate in gates)
-        decoded = self.decode(channels[:n], first, decodes, states, rings)
-        return torch.cat((decoded, self._prefill(channels[n:], rest, batch, states, rings)))
+        n, parts = batch.metadata.num_decode_tokens, []
+        if batch.decodes is not None:
+            first = tuple(gate[:n] for gate in gates)
+            parts.append(self.decode(channels[:n], first, batch.decodes, states, rings))
+        if batch.prefill_plan is not None:
+            rest = tuple(gate[n:] for gate in gates)
+            parts.append(self._prefill(channels[n:], rest, batch, states, rings))
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def decode(
         self, channels: Tensor, gates: Tensors, rows: MambaMetadata, states: States, rings: Rings | None
@@ -136,8 +138,3 @@ class Mixer:
             chunks.chunk_start_loc, chunks.chunk_row, chunks.chunk_write, write, spec.conv_activation,
         )  # fmt: skip
         return spec.scan(self.params, channels, gates, state, chunks, batch.metadata.chunk_size, read)
-
-
-def _require_shape(name: str, given: Tensor, shape: tuple[int, ...]) -> None:
-    if given.shape != shape:
-        raise ValueError(f"{name} has the shape {tuple(given.shape)}; it must be {shape}")

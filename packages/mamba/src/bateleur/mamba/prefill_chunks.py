@@ -1,6 +1,7 @@
-"""Splits the prefills of a step into chunks, and selects the state slots that keep the states after chunks."""
+"""Splits the prefills of a step into chunks, and selects the state slots that keep the states after chunks.
 
-# Shape letters: Pf prefill rows of a step.
+Pf are the prefill rows of a step.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +12,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from bateleur.mamba.spec import CacheLayout, MambaCacheMode, PromptScan, at_least, one_of
-from bateleur.metadata import upload
+from bateleur.mamba.spec import CacheLayout, PromptScan, at_least, one_of
+from bateleur.metadata import expand_ranges, upload
 
 Ints = npt.NDArray[np.int32]
+Longs = npt.NDArray[np.int64]
 FLA_TILE = 64
 """Tokens of a tile in the kernels of fla-core, counted from the start of each row."""
 
@@ -72,15 +74,12 @@ class PrefillChunker:
     Args:
         layout: block-table layout.
         chunk_size: maximum number of tokens of a chunk; a chunk never exceeds a block.
-        max_num_reqs: maximum number of rows of a step.
         scan: kernels that scan prefills.
 
     Raises ValueError for a chunk size below 1, and for a `scan` that is not a `PromptScan`.
     """
 
-    def __init__(
-        self, layout: CacheLayout, chunk_size: int, max_num_reqs: int, scan: PromptScan = PromptScan.OWN
-    ) -> None:
+    def __init__(self, layout: CacheLayout, chunk_size: int, scan: PromptScan = PromptScan.OWN) -> None:
         at_least("chunk_size", chunk_size, 1)
         one_of("scan", scan, PromptScan)
         self.scan = scan
@@ -88,9 +87,6 @@ class PrefillChunker:
         self.chunk_size = min(chunk_size, self.block_size)
         """Maximum number of tokens of a chunk."""
         self._chunks_per_block = -(-self.block_size // self.chunk_size)
-        # True if every end of a block is a multiple of the chunk size.
-        self._aligned = layout.mode is MambaCacheMode.NONE or self.block_size % self.chunk_size == 0
-        self._iota = np.arange(max_num_reqs, dtype=np.int32)
 
     def split(self, starts: Ints, computed: Ints, table: Tensor) -> PrefillChunks:
         """Split the prefills of a step, with one copy from host to device (and two more for `fla_tiles`).
@@ -100,57 +96,48 @@ class PrefillChunker:
             computed: (prefills,) int32, tokens before the step; 0 in rows without tokens, which get no chunk.
             table: (prefills, columns) integer block table of state slots.
         """
-        num_rows, upper = len(computed), computed + (starts[1:] - starts[:-1])
+        upper = computed + (starts[1:] - starts[:-1])
         first_R = self._num_ends(computed)
         counts_R = self._num_ends(upper - 1) - first_R + 1
-        row_chunk_loc = np.zeros(num_rows + 1, np.int32)
-        np.add.accumulate(counts_R, out=row_chunk_loc[1:])
-        total = int(row_chunk_loc[-1])
-        if total > len(self._iota):
-            self._iota = np.arange(2 * total, dtype=np.int32)
-        row = self._iota[:num_rows].repeat(counts_R)
-        ends = self._end(self._iota[:total] + (first_R - row_chunk_loc[:-1]).repeat(counts_R))
-        ends = np.minimum(ends, upper.repeat(counts_R))  # the last chunk ends with the row
-        chunk_start_loc = np.zeros(total + 1, np.int32)
-        np.add(ends, (starts[:-1] - computed).repeat(counts_R), out=chunk_start_loc[1:])
+        row_chunk_loc = np.append(0, counts_R.cumsum())
+        row = np.arange(len(computed)).repeat(counts_R)
+        ends = self._end(np.arange(len(row)) + (first_R - row_chunk_loc[:-1])[row])
+        ends = np.minimum(ends, upper[row])  # the last chunk ends with the row
+        chunk_start_loc = np.append(0, ends + (starts[:-1] - computed)[row])
         keep = ends % self.block_size == 0
         keep[row_chunk_loc[1:] - 1] = True
         cell = (ends - 1) // self.block_size + row * table.shape[1]
         parts = (starts, chunk_start_loc, row, row_chunk_loc, cell, keep)
-        packed = np.concatenate(parts, dtype=np.int32)  # a new array: nothing writes to it during the upload
+        packed = np.concatenate(
+            parts, dtype=np.int32, casting="unsafe"
+        )  # a new array: nothing writes to it during the upload
         on_device = upload(packed, table.device)
         loc, chunk_loc, rows, row_loc, cells, kept = torch.split_with_sizes(on_device, [*map(len, parts)])
         chunk_write = table.reshape(-1).index_select(0, cells).mul_(kept).long()
         tiles = None
         if self.scan is PromptScan.FLA and np.count_nonzero(keep) == np.count_nonzero(counts_R):
             tiles = _fla_tiles(starts, row_chunk_loc, chunk_write)
-        return PrefillChunks(loc, chunk_loc, rows, chunk_write, row_loc, int(np.maximum.reduce(counts_R)), tiles)
+        return PrefillChunks(loc, chunk_loc, rows, chunk_write, row_loc, int(counts_R.max()), tiles)
 
     def _num_ends(self, tokens: Ints) -> Ints:
         """Return the number of chunks that end within the first `tokens` tokens of a request."""
-        if self._aligned:
-            return tokens // self.chunk_size
         blocks, rest = np.divmod(tokens, self.block_size)
         ends: Ints = blocks * self._chunks_per_block + rest // self.chunk_size
         return ends
 
-    def _end(self, index: Ints) -> Ints:
+    def _end(self, index: Longs) -> Longs:
         """Return the number of tokens of a request up to the end of its chunk `index`."""
-        if self._aligned:
-            return (index + 1) * self.chunk_size
         blocks, rest = np.divmod(index, self._chunks_per_block)
-        tokens: Ints = blocks * self.block_size + np.minimum((rest + 1) * self.chunk_size, self.block_size)
+        tokens: Longs = blocks * self.block_size + np.minimum((rest + 1) * self.chunk_size, self.block_size)
         return tokens
 
 
-def _fla_tiles(starts: Ints, row_chunk_loc: Ints, chunk_write: Tensor) -> FlaTiles:
+def _fla_tiles(starts: Ints, row_chunk_loc: Longs, chunk_write: Tensor) -> FlaTiles:
     """Return fla-core's tiles for requests that keep only their last state; rows without tokens keep none."""
-    device = chunk_write.device
     counts_R = -(-(starts[1:] - starts[:-1]) // FLA_TILE)
-    row = np.arange(len(counts_R)).repeat(counts_R)
-    rank = np.arange(len(row)) - (np.add.accumulate(counts_R) - counts_R).repeat(counts_R)
+    rows = counts_R.nonzero()[0]
+    row, rank = expand_ranges(rows, np.zeros_like(rows), counts_R[rows])
     # A separate upload: its alignment is fixed, so Triton does not compile the kernels again.
-    tiles = upload(np.stack([row, rank], 1).astype(np.int32), device)
-    last = np.where(counts_R > 0, row_chunk_loc[1:], 0).astype(np.int64)
-    write = upload(last, device)
+    tiles = upload(np.stack([row, rank], 1).astype(np.int32), chunk_write.device)
+    write = upload(np.where(counts_R > 0, row_chunk_loc[1:], 0), chunk_write.device)
     return FlaTiles(tiles, torch.cat((chunk_write.new_zeros(1), chunk_write)).index_select(0, write))

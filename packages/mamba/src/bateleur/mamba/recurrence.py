@@ -74,13 +74,7 @@ class Recurrence(ABC):
     the convolution. The defaults are those of a pure convolution: the operators return `channels` unchanged, `fold`
     copies conv windows, and the state is None.
 
-    Rules for the operators:
-
-    - Tokens are flat, one row (request) after the other. State slots and rows are tensors on the device.
-    - Slot 0 is null: reading it gives a zero state, and a write to it is dropped. A row without tokens writes nothing.
-      Outputs of tokens that belong to no row are unspecified.
-    - Operators never synchronize with the device. Tensors may be strided views, such as parts of a projection.
-    - No row writes a slot that another row reads or writes, except slot 0. No two rows share a ring, except row 0.
+    Operators follow the conventions of `bateleur.mamba.ops`. No two rows share a ring, except row 0.
 
     Raises ValueError for a size that is not a whole number or is below its minimum, a dtype that is not floating point,
     and a policy that is not a `StatePolicy`.

@@ -67,11 +67,10 @@ class CacheLayout:
 
     def __post_init__(self) -> None:
         """Validate the fields; raises ValueError."""
-        at_least("max_model_len", self.max_model_len, 1)
-        at_least("block_size", self.block_size, 1)
-        at_least("num_speculative_tokens", self.num_speculative_tokens, 0)
-        at_least("ring_capacity", self.ring_capacity, 1)
-        at_least("steps_ahead", self.steps_ahead, 0)
+        for name in ("max_model_len", "block_size", "ring_capacity"):
+            at_least(name, getattr(self, name), 1)
+        for name in ("num_speculative_tokens", "steps_ahead"):
+            at_least(name, getattr(self, name), 0)
         one_of("mode", self.mode, MambaCacheMode)
         one_of("policy", self.policy, StatePolicy)
         drafts = self.num_speculative_tokens

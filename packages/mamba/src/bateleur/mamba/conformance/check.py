@@ -1,7 +1,7 @@
 """Runs all parts of the conformance check of a recurrence."""
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -14,7 +14,6 @@ from bateleur.mamba.recurrence import Recurrence
 from bateleur.mamba.spec import PromptScan, StatePolicy
 from bateleur.metadata.conformance.errors import ConformanceError, Violation
 
-Part = tuple[str, Callable[[], None]]
 _TOLERANCES = {torch.float64: 1e-9, torch.float32: 2e-4}
 
 
@@ -69,51 +68,27 @@ def check_recurrence(
     if ring_capacity < 1 + 2 * drafts:
         raise ValueError(f"ring_capacity is {ring_capacity}; it must be at least 1 + 2 * drafts = {1 + 2 * drafts}")
     allowed = _TOLERANCES.get(spec.conv_dtype, 0.05) if tolerance is None else tolerance
-    problems: list[RecurrenceCase] = []
-
-    def of(policy: StatePolicy, k: int) -> RecurrenceCase:
-        variant = replace(spec, policy=policy, num_speculative_tokens=k)
-        problems.append(RecurrenceCase(variant, step, allowed, device, seed + len(problems)))
-        return problems[-1]
-
-    parts = [("declaration", lambda: check_declaration(spec)), *_parts(of, drafts, ring_capacity, prompt_scan)]
-    if violations := _violations(parts):
-        raise ConformanceError(repr(spec), violations)
-    calls = sum((problem.calls for problem in problems), Counter[str]())
-    return RecurrenceReport(dict(calls), sum(problem.compared for problem in problems))
-
-
-def _parts(
-    of: Callable[[StatePolicy, int], RecurrenceCase], drafts: int, capacity: int, scan: PromptScan
-) -> list[Part]:
-    slots, fold = StatePolicy.SLOTS, StatePolicy.FOLD
-    return [
-        ("scan", lambda: check_scan(of(slots, drafts), scan)),
-        ("update", lambda: check_update(of(slots, 0), 0)),
-        ("update", lambda: check_update(of(slots, drafts), drafts)),
-        ("replay", lambda: check_rings(of(fold, 0), 0, 3)),
-        ("replay", lambda: check_rings(of(fold, drafts), drafts, capacity)),
-        ("schedule", lambda: check_schedule(of(slots, drafts), capacity, scan)),
-        ("schedule", lambda: check_schedule(of(fold, drafts), capacity, scan)),
-    ]
-
-
-def _violations(parts: Sequence[Part]) -> list[Violation]:
-    """Run the parts of the check; return the first violation of each."""
-    found: dict[str, str] = {}
-    for part, check in parts:
+    cases, found = list[RecurrenceCase](), dict[str, str]()
+    for part, check, policy, has_drafts in _PARTS:
         if "declaration" in found or (found and part == "schedule"):
             break  # later parts would only repeat these violations
+        variant = replace(spec, policy=policy, num_speculative_tokens=drafts if has_drafts else 0)
+        capacity = ring_capacity if has_drafts else 3
+        cases.append(RecurrenceCase(variant, step, allowed, device, seed + len(cases), capacity, prompt_scan))
         try:
-            check()
+            check(cases[-1])
         except ConformanceError as error:
             (violation,) = error.violations
             found.setdefault(violation.letter or part, violation.text)
-    return [Violation(part, text) for part, text in found.items()]
+    if found:
+        raise ConformanceError(repr(spec), [Violation(part, text) for part, text in found.items()])
+    calls = sum((case.calls for case in cases), Counter[str]())
+    return RecurrenceReport(dict(calls), sum(case.compared for case in cases))
 
 
-def check_declaration(spec: Recurrence) -> None:
+def _check_declaration(case: RecurrenceCase) -> None:
     """Check equality and hash of the recurrence, and the shapes and dtypes of the tensors that it declares."""
+    spec = case.spec
     if replace(spec) != spec or hash(replace(spec)) != hash(spec):
         raise broken("a copy is not equal to it: it must be a frozen dataclass of its sizes")
     for kind in ("gates", "parameters", "ring_entry"):
@@ -129,3 +104,16 @@ def check_declaration(spec: Recurrence) -> None:
     for each in spec.gates:
         if each.dtype != spec.conv_dtype:
             raise broken(f"gate {each.name} is {each.dtype}; it must be conv_dtype = {spec.conv_dtype}")
+
+
+_PARTS: tuple[tuple[str, Callable[[RecurrenceCase], None], StatePolicy, bool], ...] = (
+    ("declaration", _check_declaration, StatePolicy.SLOTS, True),
+    ("scan", check_scan, StatePolicy.SLOTS, True),
+    ("update", check_update, StatePolicy.SLOTS, False),
+    ("update", check_update, StatePolicy.SLOTS, True),
+    ("replay", check_rings, StatePolicy.FOLD, False),
+    ("replay", check_rings, StatePolicy.FOLD, True),
+    ("schedule", check_schedule, StatePolicy.SLOTS, True),
+    ("schedule", check_schedule, StatePolicy.FOLD, True),
+)
+"""Name and function of each part, its state policy, and whether there are draft tokens."""

@@ -26,7 +26,7 @@ _REQUESTS, _LEN, _BLOCK, _CHUNK, _HIT = 3, 18, 5, 3, 2
 _PROMPTS = (7, 12, 6)
 
 
-def check_schedule(problem: RecurrenceCase, ring_capacity: int, prompt_scan: PromptScan = PromptScan.OWN) -> None:
+def check_schedule(problem: RecurrenceCase) -> None:
     """Run random requests in mixed batches (chunked prefills, rejected drafts); compare with each request run alone."""
     spec, device = problem.spec, problem.device
     act = {"least": spec.compute_dtype}
@@ -41,15 +41,15 @@ def check_schedule(problem: RecurrenceCase, ring_capacity: int, prompt_scan: Pro
     wanted = [_alone(problem, mixer, tokens) for tokens in inputs]
     layout = CacheLayout(
         MambaCacheMode.ALL, max(_BLOCK, 1 + spec.num_speculative_tokens), spec.num_speculative_tokens, 2 * _LEN,
-        spec.policy, ring_capacity,
+        spec.policy, problem.ring_capacity,
     )  # fmt: skip
-    sizes = (1 + _REQUESTS * layout.columns(), 1 + _REQUESTS)
-    kind = FoldCache if spec.policy is StatePolicy.FOLD else _SlotCache
-    cache = kind(layout, [mixer], num_slots=sizes[0], num_rows=sizes[1], chunk_size=_CHUNK, prompt_scan=prompt_scan)
+    num_slots, kind = 1 + _REQUESTS * layout.columns(), FoldCache if spec.policy is StatePolicy.FOLD else _SlotCache
+    options = {"num_slots": num_slots, "num_rows": 1 + _REQUESTS, "chunk_size": _CHUNK}
+    cache = kind(layout, [mixer], **options, prompt_scan=problem.prompt_scan)
     for tensor in cache.pages.layer(0):
         if tensor is not None:
             tensor.fill_(torch.nan)
-    table = torch.arange(1, sizes[0], dtype=torch.int32, device=device).view(_REQUESTS, -1)
+    table = torch.arange(1, num_slots, dtype=torch.int32, device=device).view(_REQUESTS, -1)
     _play(problem, cache, layout, table, inputs, wanted)
 
 
@@ -124,7 +124,7 @@ class _SlotCache:
     ) -> None:  # fmt: skip
         self.layout, (self.mixer,) = layout, mixers
         self.device = self.mixer.conv_weight.device
-        self.chunker = PrefillChunker(layout, chunk_size, num_rows, prompt_scan)
+        self.chunker = PrefillChunker(layout, chunk_size, prompt_scan)
         self.pages = StatePool([self.mixer.spec], num_slots, self.device)
         self.states = RequestStates(num_rows, self.device)
         self.admit = self.states.admit

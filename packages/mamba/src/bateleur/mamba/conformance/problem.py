@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from bateleur.mamba.recurrence import Recurrence, Tensors, TensorSpec
+from bateleur.mamba.spec import PromptScan
 from bateleur.metadata.conformance.errors import ConformanceError, Violation
 
 Step = Callable[[Tensors, Tensor, Tensors, Tensor], tuple[Tensor, Tensor]]
@@ -53,8 +54,11 @@ class Tokens:
 class RecurrenceCase:
     """A recurrence to check, its function `step` of one token, a random generator, and counts of calls and tokens."""
 
-    def __init__(self, spec: Recurrence, step: Step, tolerance: float, device: str, seed: int) -> None:
+    def __init__(
+        self, spec: Recurrence, step: Step, tolerance: float, device: str, seed: int, capacity: int, scan: PromptScan
+    ) -> None:
         self.spec, self.step, self.tolerance, self.device = spec, step, tolerance, device
+        self.ring_capacity, self.prompt_scan = capacity, scan
         self.generator = torch.Generator().manual_seed(seed)
         self.calls = Counter[str]()
         self.compared = 0
@@ -125,10 +129,10 @@ class RecurrenceCase:
             self.close(y[: len(expected)], torch.stack(list(expected)), f"the output of {what}")
 
 
-def require_unchanged(before: Tensor | None, after: Tensor | None, except_slots: Tensor, what: str) -> None:
-    """Raise ConformanceError if an entry of dimension 0 (state slot or ring) changed, except 0 and indices
-    `except_slots`.
-    """
+def require_unchanged(
+    before: Tensor | None, after: Tensor | None, except_slots: Tensor, what: str, part: str = ""
+) -> None:
+    """Raise ConformanceError if an entry of dimension 0 changed, except 0 and those at `except_slots`."""
     if before is None or after is None:
         return
     equal = (before == after) | (before.isnan() & after.isnan())
@@ -136,4 +140,4 @@ def require_unchanged(before: Tensor | None, after: Tensor | None, except_slots:
     changed[except_slots.long()] = False
     changed[0] = False
     if changed.any():
-        raise broken(f"{what} {int(changed.nonzero()[0])} changed; the operator must not write there")
+        raise broken(f"{what} {int(changed.nonzero()[0])} changed; the operator must not write there", part)

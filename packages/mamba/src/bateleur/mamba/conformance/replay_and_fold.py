@@ -12,7 +12,6 @@ from bateleur.mamba.conformance.scan_and_update import decode_rows
 from bateleur.mamba.metadata import MambaMetadata
 from bateleur.mamba.planners import ReplayPlan
 from bateleur.mamba.recurrence import FoldBatch, Tensors, TensorSpec
-from bateleur.metadata.conformance.errors import ConformanceError
 
 _LAYERS, _REQUESTS, _SLOTS = 2, 4, 200
 _LEAST_STEPS, _MOST_STEPS = 12, 120
@@ -32,16 +31,13 @@ class _Request:
         return len(self.states[0]) - 1
 
 
-def check_rings(problem: RecurrenceCase, drafts: int, capacity: int) -> None:
+def check_rings(problem: RecurrenceCase) -> None:
     """Run steps until every ring length and every number of accepted tokens occurred."""
-    run = _Run(problem, drafts, capacity)
+    run, drafts, capacity = _Run(problem), problem.spec.num_speculative_tokens, problem.ring_capacity
     operations = {f"{a} of {q}" for q in range(1, 2 + drafts) for a in range(1, 1 + q)}
-    operations |= (
-        {f"fill {n}" for n in range(capacity)} | {"in place", "elsewhere"} | ({"boundary"} if drafts else set())
-    )
-    least = _LEAST_STEPS if drafts else 0
+    operations |= {f"fill {n}" for n in range(capacity)} | {"in place", "elsewhere", *(["boundary"] if drafts else [])}
     for done in range(_MOST_STEPS):
-        if not operations and done >= least:
+        if not operations and done >= (_LEAST_STEPS if drafts else 0):
             return
         operations -= run.step(operations)
     raise AssertionError(f"after {_MOST_STEPS} steps these did not occur: {operations}")
@@ -50,8 +46,8 @@ def check_rings(problem: RecurrenceCase, drafts: int, capacity: int) -> None:
 class _Run:
     """State and ring tensors of two layers, NaN where nothing was written, and their expected contents."""
 
-    def __init__(self, problem: RecurrenceCase, drafts: int, capacity: int) -> None:
-        self.problem, self.drafts, self.capacity = problem, drafts, capacity
+    def __init__(self, problem: RecurrenceCase) -> None:
+        self.problem, self.drafts, self.capacity = problem, problem.spec.num_speculative_tokens, problem.ring_capacity
         self.rng, self.free = Random(1), list(range(_SLOTS - 1, 0, -1))
         spec, rows = problem.spec, 2 + _REQUESTS  # one row of the rings is unused
         self.params = [problem.params() for _ in range(_LAYERS)]
@@ -64,7 +60,7 @@ class _Run:
         self.request_conv = problem.draw(request_conv, _LAYERS)
         keep = (spec.conv_width - 1, spec.conv_dim)
         self.conv = torch.full((_LAYERS, _SLOTS, *keep), torch.nan, dtype=spec.conv_dtype, device=problem.device)
-        size = (_LAYERS, rows, capacity)
+        size = (_LAYERS, rows, self.capacity)
         self.ring: Tensors = tuple(
             torch.full((*size, *each.shape), torch.nan, dtype=each.dtype, device=problem.device)
             for each in spec.ring_entry
@@ -179,24 +175,18 @@ class _Run:
         )  # fmt: skip
         at = FoldBatch(*(torch.tensor(values, device=device) for values in fields))
         check_aliases(at)
-        kept = tuple(each.clone() for each in (self.conv, *self.ring, *self._states()))
+        pools = (self.conv, *([] if self.state is None else [self.state]))
+        kept = [each.clone() for each in (*self.ring, *pools)]
         problem.spec.fold(self.stacked, self.conv, self.state, self.request_conv, self.ring, at)
         problem.calls["fold"] += 1
         what = f"a fold of {[c for c, d in zip(count, dst, strict=True) if d]} entries"
-        for i, (was, now) in enumerate(zip(kept, (self.conv, *self.ring, *self._states()), strict=True)):
-            ring = 0 < i <= len(self.ring)
-            but = torch.zeros(0) if ring else torch.tensor(dst)
+        for i, (was, now) in enumerate(zip(kept, (*self.ring, *pools), strict=True)):
+            kind, but = ("row of a ring", []) if i < len(self.ring) else ("slot", dst)
             for layer in range(_LAYERS):
-                try:
-                    require_unchanged(was[layer], now[layer], but, f"{what}: {'row of a ring' if ring else 'slot'}")
-                except ConformanceError as error:
-                    raise broken(error.violations[0].text, "fold") from None
+                require_unchanged(was[layer], now[layer], torch.tensor(but), f"{what}: {kind}", "fold")
         for request, n, slot, first in zip(requests, count, dst, offset, strict=True):
             if slot:
                 self._check_page(request, n, slot, first, what)
-
-    def _states(self) -> Tensors:
-        return () if self.state is None else (self.state,)
 
     def _check_page(self, request: _Request, n: int, slot: int, first: int, what: str) -> None:
         """Check conv window and states in `slot`, which holds the saved state of a request after a fold."""

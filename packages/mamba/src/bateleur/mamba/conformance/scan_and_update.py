@@ -7,12 +7,12 @@ import torch
 from torch import Tensor
 
 from bateleur.mamba.conformance.aliases import check_aliases
-from bateleur.mamba.conformance.problem import RecurrenceCase, Tokens, require_unchanged
+from bateleur.mamba.conformance.problem import RecurrenceCase, require_unchanged
 from bateleur.mamba.metadata import MambaMetadata
 from bateleur.mamba.planners import ReplayPlan, SlotPlan
 from bateleur.mamba.prefill_chunks import PrefillChunker, PrefillChunks
 from bateleur.mamba.recurrence import Tensors
-from bateleur.mamba.spec import CacheLayout, MambaCacheMode, PromptScan
+from bateleur.mamba.spec import CacheLayout, MambaCacheMode
 
 _LENS, _COMPUTED = (5, 1, 9, 2, 0), (0, 3, 7, 4, 0)
 """Tokens of prefill rows, and tokens before them; the last row is padding."""
@@ -20,7 +20,7 @@ _CUTS = ((5, 1), (5, 2), (7, 3), (6, 4), (16, 5), (16, 8), (16, 16))
 """Block and chunk sizes: rows start and end inside of both, and some chunks have one token."""
 
 
-def check_scan(problem: RecurrenceCase, prompt_scan: PromptScan = PromptScan.OWN) -> None:
+def check_scan(problem: RecurrenceCase) -> None:
     """Check outputs and states of prefills of different lengths, for several block and chunk sizes."""
     params, tokens = problem.params(), problem.tokens(sum(_LENS))
     starts = np.add.accumulate([0, *_LENS]).astype(np.int32)
@@ -32,7 +32,7 @@ def check_scan(problem: RecurrenceCase, prompt_scan: PromptScan = PromptScan.OWN
     ]
     for block, chunk in _CUTS:
         layout = CacheLayout(MambaCacheMode.ALL, block, 0, 32)
-        chunker = PrefillChunker(layout, chunk, len(_LENS), prompt_scan)
+        chunker = PrefillChunker(layout, chunk, problem.prompt_scan)
         chunks = chunker.split(starts, np.array(_COMPUTED, np.int32), _table(layout, problem.device))
         check_aliases(chunks, torch.tensor(read))
         state = None if initial is None else initial.clone()
@@ -42,9 +42,14 @@ def check_scan(problem: RecurrenceCase, prompt_scan: PromptScan = PromptScan.OWN
         problem.calls["scan"] += 1
         what = f"a scan in blocks of {block} and chunks of {chunk}"
         problem.outputs(y, [y for outputs, _ in truth for y in outputs], what)
-        if state is not None:
-            require_unchanged(initial, state, chunks.chunk_write, f"{what}: slot")
-            _check_chunks(problem, state, chunks, [states for _, states in truth], what)
+        if state is None:
+            continue
+        require_unchanged(initial, state, chunks.chunk_write, f"{what}: slot")
+        ends, rows = chunks.chunk_start_loc.tolist()[1:], chunks.chunk_row.tolist()
+        for end, row, slot in zip(ends, rows, chunks.chunk_write.tolist(), strict=True):
+            if slot:
+                done, states = end - starts[row], truth[row][1]
+                problem.close(state[slot], states[done], f"{what}: the state of row {row} after {done} tokens")
 
 
 def _table(layout: CacheLayout, device: str) -> Tensor:
@@ -54,59 +59,38 @@ def _table(layout: CacheLayout, device: str) -> Tensor:
     return table.to(device)
 
 
-def _check_chunks(
-    problem: RecurrenceCase, state: Tensor, chunks: PrefillChunks, truth: list[list[Tensor]], what: str
-) -> None:
-    """Check the stored state after each chunk; truth: states of each row, before and after its tokens."""
-    first = chunks.query_start_loc.tolist()
-    ends, rows = chunks.chunk_start_loc.tolist()[1:], chunks.chunk_row.tolist()
-    for end, row, slot in zip(ends, rows, chunks.chunk_write.tolist(), strict=True):
-        if slot:
-            done = end - first[row]
-            problem.close(state[slot], truth[row][done], f"{what}: the state of row {row} after {done} tokens")
-
-
-def check_update(problem: RecurrenceCase, drafts: int) -> None:
+def check_update(problem: RecurrenceCase) -> None:
     """Check `update` (writes a state per token) with one token, different and equal numbers of tokens per request."""
-    width, none = 1 + drafts, [0] * (1 + drafts)
-    pages = count(10)
+    drafts, pages = problem.spec.num_speculative_tokens, count(10)
+    width, none = 1 + drafts, [0] * drafts
 
     def fresh() -> list[int]:
         return [next(pages) for _ in range(width)]
 
     batches = [
         # Consecutive slots, updated in place, and a padded row.
-        ([1, 1, 1, 0], [1, 2, 3, 0], [[1, *none[1:]], [2, *none[1:]], [3, *none[1:]], none], 1),
+        ([1, 1, 1, 0], [1, 2, 3, 0], [[1, *none], [2, *none], [3, *none], [0, *none]]),
         # To another slot, from a zero state, and in place.
-        ([1, 1, 1], [4, 0, 3], [fresh(), fresh(), [3, *none[1:]]], 1),
+        ([1, 1, 1], [4, 0, 3], [fresh(), fresh(), [3, *none]]),
     ]
     if drafts:
-        lens = [width, 1, max(1, drafts), 0]
-        batches += [
-            (lens, [4, 3, 0, 0], [[4, *fresh()[1:]], fresh(), [*fresh()[:-1], 0], none], width),
-            ([width, width], [2, 1], [fresh(), fresh()], width),
-        ]
+        last = [[4, *fresh()[1:]], fresh(), [*fresh()[:-1], 0], [0, *none]]
+        batches += [([width, 1, drafts, 0], [4, 3, 0, 0], last), ([width, width], [2, 1], [fresh(), fresh()])]
     params, slots = problem.params(), next(pages) + 3
-    for lens, read, write, longest in batches:
-        tokens = problem.tokens(sum(lens))
-        _update(problem, params, tokens, lens, read, write, longest, slots)
+    for lens, read, write in batches:
+        _update(problem, params, lens, read, write, slots)
 
 
 def _update(
-    problem: RecurrenceCase,
-    params: Tensors,
-    tokens: Tokens,
-    lens: list[int],
-    read: list[int],
-    write: list[list[int]],
-    longest: int,
-    slots: int,
+    problem: RecurrenceCase, params: Tensors, lens: list[int], read: list[int], write: list[list[int]], slots: int
 ) -> None:
-    initial = problem.states(slots, *{*read} - {0})
+    tokens, initial = problem.tokens(sum(lens)), problem.states(slots, *{*read} - {0})
     state = None if initial is None else initial.clone()
-    junk = sum(not n for n in lens)  # one padding token per padded row
-    given = tokens.of(torch.arange(sum(lens)), junk)
-    rows = decode_rows(lens, longest, _slot_plan(read, write, problem.device), problem.device)
+    given = tokens.of(torch.arange(sum(lens)), placeholder=lens.count(0))  # one padding token per padded row
+    reads = torch.tensor(read, device=problem.device)
+    none = torch.zeros_like(reads)
+    plan = SlotPlan(reads, torch.tensor(write, device=problem.device), none, none, none, none)
+    rows = decode_rows(lens, max(lens), plan, problem.device)
     check_aliases(rows)
     y = problem.spec.update(params, given.channels, given.gates, state, rows)
     problem.calls["update"] += 1
@@ -117,17 +101,10 @@ def _update(
         first += n
         for i, slot in enumerate(write[row][:n]):
             if slot and state is not None:
-                where = f"{what}: the state of row {row} after token {i}"
-                problem.close(state[slot], states[1 + i], where)
+                problem.close(state[slot], states[1 + i], f"{what}: the state of row {row} after token {i}")
     problem.outputs(y, outputs, what)
     written = [slot for r, n in enumerate(lens) for slot in write[r][:n]]
     require_unchanged(initial, state, torch.tensor(written), f"{what}: slot")
-
-
-def _slot_plan(read: list[int], write: list[list[int]], device: str) -> SlotPlan:
-    reads = torch.tensor(read, device=device)
-    none = torch.zeros_like(reads)
-    return SlotPlan(reads, torch.tensor(write, device=device), none, none, none, none)
 
 
 def decode_rows(

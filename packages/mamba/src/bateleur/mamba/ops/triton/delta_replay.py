@@ -15,9 +15,6 @@ Legend: V value channels of a tile, C lines of key channels, L key channels of a
 head (1 or C x L).
 """
 
-from functools import cache
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -186,24 +183,6 @@ def replay_kernel(
         place, token = (place + 1) % CAPACITY, after
 
 
-@cache
-def tile_options(value_dim: int, key_dim: int, decays: int, capacity: int, max_query_len: int) -> dict[str, Any]:
-    """Return tile sizes and launch options of `replay_kernel`."""
-    block_k, one_token = triton.next_power_of_2(key_dim), max_query_len == 1
-    line = min(_LINE, block_k)
-    entries = _TILE_ENTRIES if one_token else _SEVERAL_TILE_ENTRIES
-    return LAUNCH | {
-        "ONE_TOKEN": one_token,
-        "BLOCK_J": triton.next_power_of_2(capacity),
-        "BLOCK_V": min(triton.next_power_of_2(value_dim), max(1, entries // block_k)),
-        "LINES": block_k // line,
-        "LINE": line,
-        "DECAY_LINES": block_k // line if decays > 1 else 1,
-        "DECAY_LINE": line if decays > 1 else 1,
-        "num_warps": 1,
-    }
-
-
 def delta_replay_update(
     state, ring_k, ring_u, ring_g, q, k, v, a, b, A, dt_bias, query_start_loc, max_query_len,
     slot, ring_row, ring_start, ring_len, beta_scale,
@@ -215,15 +194,18 @@ def delta_replay_update(
     require_dense(ring_g.dim() - 1, ring_g=ring_g)
     num_rows, capacity, shape = slot.shape[0], ring_u.shape[1], shape_options(q, v, a)
     o = torch.empty(v.shape, dtype=v.dtype, device=v.device)
-    sizes = shape["VALUE_DIM"], shape["KEY_DIM"], shape["DECAYS"]
-    options = tile_options(*sizes, capacity, max_query_len)
-    tiles = cdiv(shape["VALUE_DIM"], options["BLOCK_V"])
-    replay_kernel[(shape["HEADS"] * tiles, num_rows + 1)](
+    block_k, one_token = triton.next_power_of_2(shape["KEY_DIM"]), max_query_len == 1
+    entries, line = _TILE_ENTRIES if one_token else _SEVERAL_TILE_ENTRIES, min(_LINE, block_k)
+    block_v = min(triton.next_power_of_2(shape["VALUE_DIM"]), max(1, entries // block_k))
+    lines, decay_lines = (block_k // line, line), (1, 1) if shape["DECAYS"] == 1 else (block_k // line, line)
+    replay_kernel[(shape["HEADS"] * cdiv(shape["VALUE_DIM"], block_v), num_rows + 1)](
         state, ring_k, ring_u, ring_g, q, k, v, a, b, A, dt_bias,
         query_start_loc, slot, ring_row, ring_start, ring_len, o,
         num_rows, v.shape[0], max_query_len, beta_scale,
         state.stride(0), ring_k.stride(0), ring_u.stride(0), ring_g.stride(0),
         *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *a.stride()[:2], b.stride(0),
-        CAPACITY=capacity, **shape, **options,
+        CAPACITY=capacity, ONE_TOKEN=one_token, BLOCK_J=triton.next_power_of_2(capacity), BLOCK_V=block_v,
+        LINES=lines[0], LINE=lines[1], DECAY_LINES=decay_lines[0], DECAY_LINE=decay_lines[1],
+        **shape, **LAUNCH | {"num_warps": 1},
     )  # fmt: skip
     return o

@@ -9,7 +9,6 @@ A head has one decay, or one per key channel: D is 1 or K, and D decays are broa
 Legend: T tokens of a tile, K key channels of a head, V value channels of its tile, D decays of a head, J ring entries.
 """
 
-from functools import cache
 from typing import Any
 
 import torch
@@ -19,10 +18,10 @@ from torch import Tensor
 
 from bateleur.mamba.ops.triton.tiles import (
     LAUNCH,
+    fold_options,
     keep_window,
     load_tile,
     next_row,
-    precision,
     require_dense,
     rounded,
     row_shares,
@@ -38,7 +37,6 @@ from bateleur.metadata.dispatch import cdiv
 
 _UPDATE_ENTRIES = 2048  # of a state, per program: four loads of 16 bytes per thread in float32
 _FOLD_ENTRIES = 8192  # of a state; half of it for float32, which has no tensor cores and would spill registers
-_BLOCK_C = 512
 
 
 @triton.jit
@@ -277,24 +275,6 @@ def fold_kernel(
             row = next_row(dst_R, r, row)
 
 
-@cache
-def fold_options(
-    value_dim: int, key_dim: int, decays: int, capacity: int, keep: int, dtype: torch.dtype
-) -> dict[str, Any]:
-    """Return tile sizes and launch options of `fold_kernel`; keep: entries of a conv window."""
-    blocks = block_options(key_dim, decays)
-    entries = _FOLD_ENTRIES // 2 if dtype == torch.float32 else _FOLD_ENTRIES
-    tiles = {
-        "BLOCK_J": max(16, triton.next_power_of_2(capacity)),
-        "BLOCK_V": state_tile(value_dim, max(16, entries // blocks["BLOCK_K"])),
-        "PRECISION": precision(dtype, state=True),
-        "BLOCK_E": triton.next_power_of_2(keep),
-        "BLOCK_C": _BLOCK_C,
-        "BLOCK_R": 256,
-    }
-    return LAUNCH | blocks | tiles
-
-
 def delta_fold_ring(
     state, conv_state, request_conv, ring_k, ring_u, ring_g, ring_row, ring_start, count, src, dst, page_offset,
 ):  # fmt: skip
@@ -304,13 +284,15 @@ def delta_fold_ring(
     require_dense(ring_g.dim() - 2, ring_g=ring_g)
     shape, layers, capacity = shape_options(ring_k, ring_u, ring_g), ring_u.shape[0], ring_u.shape[2]
     keep, channels = conv_state.shape[2:]
-    sizes = shape["VALUE_DIM"], shape["KEY_DIM"], shape["DECAYS"]
-    options = fold_options(*sizes, capacity, keep, ring_k.dtype)
+    blocks = block_options(shape["KEY_DIM"], shape["DECAYS"])
+    entries = _FOLD_ENTRIES // 2 if ring_k.dtype == torch.float32 else _FOLD_ENTRIES
+    block_v = state_tile(shape["VALUE_DIM"], max(16, entries // blocks["BLOCK_K"]))
+    options = fold_options(capacity, keep, ring_k.dtype)
     parts, num_rows = shape["HEADS"] + cdiv(channels, options["BLOCK_C"]), dst.shape[0]
     fold_kernel[(parts, row_shares(num_rows, parts * layers), layers)](
         state, conv_state, request_conv, ring_k, ring_u, ring_g,
         ring_row, ring_start, count, src, dst, page_offset,
         *state.stride()[:2], *conv_state.stride()[:3], *request_conv.stride()[:3],
         *ring_k.stride()[:2], *ring_u.stride()[:2], *ring_g.stride()[:2], num_rows,
-        CAPACITY=capacity, KEEP=keep, CHANNELS=channels, **shape, **options,
+        CAPACITY=capacity, KEEP=keep, CHANNELS=channels, BLOCK_V=block_v, **shape, **blocks, **options,
     )  # fmt: skip

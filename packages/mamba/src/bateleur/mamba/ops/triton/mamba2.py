@@ -10,15 +10,13 @@ Legend: P channels of a head's tile, N state entries, T new tokens, J ring entri
 tokens), R rows (requests).
 """
 
-from functools import cache
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 
 from bateleur.mamba.ops.triton.tiles import (
     LAUNCH,
+    fold_options,
     keep_window,
     load_tile,
     next_row,
@@ -37,7 +35,6 @@ from bateleur.metadata.dispatch import cdiv
 
 _UPDATE_ENTRIES = 2048  # of a state, per program: four loads of 16 bytes per thread in float32
 _TILE_ENTRIES = 8192  # in replay and fold; half of it for float32, which has no tensor cores and would spill registers
-_BLOCK_C = 512
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_tokens", "max_query_len"])
@@ -209,23 +206,6 @@ def replay_kernel(
             store_tile(ring_B_N, B_place_J, B_JN, kept_J, real_N)
 
 
-@cache
-def replay_options(
-    head_dim: int, state_size: int, capacity: int, max_query_len: int, dtype: torch.dtype
-) -> dict[str, Any]:
-    """Return tile sizes and launch options of `replay_kernel`."""
-    block_n = max(16, triton.next_power_of_2(state_size))
-    exact = dtype == torch.float32  # needs more registers: larger tiles or four warps would spill
-    return LAUNCH | {
-        "BLOCK_T": max(16, triton.next_power_of_2(max_query_len)),
-        "BLOCK_J": max(16, triton.next_power_of_2(capacity)),
-        "BLOCK_P": state_tile(head_dim, max(16, _TILE_ENTRIES // block_n // (2 if exact else 1))),
-        "BLOCK_N": block_n,
-        "PRECISION": precision(dtype),
-        "num_warps": 8 if exact else 4,
-    }
-
-
 def replay_update(
     ssm_state, ring_x, ring_dt, ring_B, x, dt, A, B, C, D, dt_bias, query_start_loc, max_query_len,
     slot, ring_row, ring_start, ring_len, dt_min, dt_max,
@@ -237,15 +217,19 @@ def replay_update(
     num_rows, (num_tokens, heads, head_dim) = slot.shape[0], x.shape
     (groups, state_size), capacity = B.shape[1:], ring_dt.shape[1]
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    options = replay_options(head_dim, state_size, capacity, max_query_len, x.dtype)
-    tiles = cdiv(head_dim, options["BLOCK_P"])
-    replay_kernel[(heads * tiles, num_rows + 1)](
+    exact = x.dtype == torch.float32  # needs more registers: larger tiles or four warps would spill
+    block_n = max(16, triton.next_power_of_2(state_size))
+    block_p = state_tile(head_dim, max(16, _TILE_ENTRIES // block_n // (2 if exact else 1)))
+    options = LAUNCH | {"PRECISION": precision(x.dtype), "num_warps": 8 if exact else 4}
+    replay_kernel[(heads * cdiv(head_dim, block_p), num_rows + 1)](
         ssm_state, ring_x, ring_dt, ring_B, x, dt, A, B, C, D, dt_bias,
         query_start_loc, slot, ring_row, ring_start, ring_len, y,
         num_rows, num_tokens, max_query_len, dt_min, dt_max,
         ssm_state.stride(0), ring_x.stride(0), ring_dt.stride(0), ring_B.stride(0),
         *x.stride()[:2], dt.stride(0), *B.stride()[:2], *C.stride()[:2],
-        HEADS=heads, GROUP=heads // groups, HEAD_DIM=head_dim, STATE=state_size, CAPACITY=capacity, **options,
+        HEADS=heads, GROUP=heads // groups, HEAD_DIM=head_dim, STATE=state_size, CAPACITY=capacity,
+        BLOCK_T=max(16, triton.next_power_of_2(max_query_len)), BLOCK_J=max(16, triton.next_power_of_2(capacity)),
+        BLOCK_P=block_p, BLOCK_N=block_n, **options,
     )  # fmt: skip
     return y
 
@@ -319,22 +303,6 @@ def fold_kernel(
             row = next_row(dst_R, r, row)
 
 
-@cache
-def fold_options(head_dim: int, state_size: int, capacity: int, keep: int, dtype: torch.dtype) -> dict[str, Any]:
-    """Return tile sizes and launch options of `fold_kernel`; keep: entries of a conv window."""
-    block_n = max(16, triton.next_power_of_2(state_size))
-    entries = _TILE_ENTRIES // 2 if dtype == torch.float32 else _TILE_ENTRIES
-    return LAUNCH | {
-        "BLOCK_J": max(16, triton.next_power_of_2(capacity)),
-        "BLOCK_P": state_tile(head_dim, max(16, entries // block_n)),
-        "BLOCK_N": block_n,
-        "PRECISION": precision(dtype, state=True),
-        "BLOCK_E": triton.next_power_of_2(keep),
-        "BLOCK_C": _BLOCK_C,
-        "BLOCK_R": 256,
-    }
-
-
 def fold_ring(
     ssm_state, conv_state, request_conv, ring_x, ring_dt, ring_B, A, ring_row, ring_start, count, src, dst, page_offset,
 ):  # fmt: skip
@@ -345,7 +313,10 @@ def fold_ring(
     layers, _, capacity, heads, head_dim = ring_x.shape
     groups, state_size = ring_B.shape[3:]
     keep, channels = conv_state.shape[2:]
-    options = fold_options(head_dim, state_size, capacity, keep, ring_x.dtype)
+    block_n = max(16, triton.next_power_of_2(state_size))
+    entries = _TILE_ENTRIES // 2 if ring_x.dtype == torch.float32 else _TILE_ENTRIES
+    block_p = state_tile(head_dim, max(16, entries // block_n))
+    options = fold_options(capacity, keep, ring_x.dtype)
     parts, num_rows = heads + cdiv(channels, options["BLOCK_C"]), dst.shape[0]
     fold_kernel[(parts, row_shares(num_rows, parts * layers), layers)](
         ssm_state, conv_state, request_conv, ring_x, ring_dt, ring_B, A,
@@ -353,5 +324,5 @@ def fold_ring(
         *ssm_state.stride()[:2], *conv_state.stride()[:3], *request_conv.stride()[:3],
         *ring_x.stride()[:2], *ring_dt.stride()[:2], *ring_B.stride()[:2], A.stride(0), num_rows,
         HEADS=heads, GROUP=heads // groups, HEAD_DIM=head_dim, STATE=state_size, CAPACITY=capacity,
-        KEEP=keep, CHANNELS=channels, **options,
+        KEEP=keep, CHANNELS=channels, BLOCK_P=block_p, BLOCK_N=block_n, **options,
     )  # fmt: skip

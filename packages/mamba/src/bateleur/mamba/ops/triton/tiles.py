@@ -1,5 +1,8 @@
 """Helpers of the Triton kernels: step sizes, activations, tiles, rows with a destination slot, tensor checks."""
 
+from functools import cache
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -153,3 +156,15 @@ def state_tile(head_dim: int, entries: int) -> int:
     while rows > 16 and -(-head_dim // rows) * rows * 4 > head_dim * 5:
         rows //= 2
     return rows
+
+
+@cache
+def fold_options(capacity: int, keep: int, dtype: torch.dtype) -> dict[str, Any]:
+    """Return options that all kernels of folds have, for rings of `capacity` and conv windows of `keep` entries."""
+    return LAUNCH | {
+        "BLOCK_J": max(16, triton.next_power_of_2(capacity)),
+        "PRECISION": precision(dtype, state=True),
+        "BLOCK_E": triton.next_power_of_2(keep),
+        "BLOCK_C": 512,
+        "BLOCK_R": 256,
+    }
