@@ -14,11 +14,11 @@ from safetensors.torch import load_file, save_file
 from tiny import FAMILIES
 
 from bateleur.runner.checkpoint.open import load_model, open_checkpoint, resolve_dtype
-from bateleur.runner.checkpoint.tensors import list_tensors
 from bateleur.runner.checkpoint.tokenizer import load_tokenizer
 from bateleur.runner.config.engine_config import EngineConfig
 from bateleur.runner.config.state_options import StateOptions
 from bateleur.runner.models.spec import AttentionLayer, MambaLayer, MlpLayer
+from bateleur.runner.utils.tensor_files import list_tensors
 
 
 @pytest.fixture

@@ -32,7 +32,8 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
 
 def spec_of(folder: Path) -> Any:
     """Return the spec, whatever the weights."""
-    return opening._read_spec(folder, *opening.read_config(folder))[0]
+    family, fields, _ = opening.read_config(folder)
+    return family.read_spec(fields)
 
 
 def spec_by_transformers(folder: Path, family: str, monkeypatch: pytest.MonkeyPatch) -> Any:

@@ -20,7 +20,6 @@ from torch import Tensor
 
 from bateleur.metadata.native import unavailable_reason
 from bateleur.runner.checkpoint.open import describe_model, load_model, open_checkpoint
-from bateleur.runner.checkpoint.tensors import list_tensors
 from bateleur.runner.config.engine_config import QUANTIZATION_METHODS
 from bateleur.runner.diagnose.checkpoint_facts import describe_checkpoint
 from bateleur.runner.diagnose.step_costs import default_cache_costs, step_costs
@@ -30,6 +29,7 @@ from bateleur.runner.models.memory_report import packed_change, quantized_parts,
 from bateleur.runner.quantization.config import READERS, check_method, reader_of
 from bateleur.runner.quantization.scan import find_modules
 from bateleur.runner.spec_decode.draft_head import DraftHead
+from bateleur.runner.utils.tensor_files import list_tensors
 
 Folders = tuple[Path, Path]
 MODELS = quantize.MODELS

@@ -2,39 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from bateleur.runner.checkpoint.fields import ConfigFields
 from bateleur.runner.models.spec import ExpertsLayer, Layer, MlpLayer, RouterSpec
 from bateleur.runner.utils.arguments import Integer
 
-EXPERT_FIELDS = {
-    "num_experts": "num_experts",
-    "top_k": "num_experts_per_tok",
-    "intermediate_size": "moe_intermediate_size",
-}
-"""Default field names of the sizes of a layer of experts."""
-_AT_LEAST_1 = Integer(1)
+_FIELDS = {"num_experts": "num_experts", "top_k": "num_experts_per_tok", "intermediate_size": "moe_intermediate_size"}
+LOCAL_FIELDS = {"num_experts": "num_local_experts", "intermediate_size": "intermediate_size"}
+"""Fields of GraniteMoeHybrid and gpt-oss."""
 _SCORES = ("scoring_func", "moe_router_activation_func")
 """Fields of some files that transformers does not read."""
 
 
 def at_least_1(fields: ConfigFields, name: str) -> int:
     """Return a size field. Raises ValueError for 0, which configurations of models without experts have."""
-    return _AT_LEAST_1(fields.called(name), fields[name])
+    return Integer(1)(fields.called(name), fields[name])
 
 
-def read_experts(
-    fields: ConfigFields, router: RouterSpec, names: Mapping[str, str] = EXPERT_FIELDS, **more: Any
-) -> ExpertsLayer:
-    """Read a mixture-of-experts layer. names: config field of each size. more: further arguments of `ExpertsLayer`.
+def read_experts(fields: ConfigFields, router: RouterSpec, names: Mapping[str, str] = {}, **more: Any) -> ExpertsLayer:
+    """Read a mixture-of-experts layer.
+
+    names: config fields of sizes, if not those of `_FIELDS`. more: further arguments of `ExpertsLayer`.
 
     Raises ValueError if the configuration has other scores than the router, or more experts per token than exist.
     """
     for name in _SCORES:
         if fields.raw(name) is not None:
             fields.choice(name, (router.scores,))
+    names = {**_FIELDS, **names}
     sizes: dict[str, Any] = {ours: at_least_1(fields, name) for ours, name in names.items()}
     top, among = sizes["top_k"], sizes["num_experts"]
     most = among // router.num_groups * router.top_groups
@@ -46,18 +43,16 @@ def read_experts(
     return ExpertsLayer(**sizes, router=router, **more)
 
 
-def sparse_layers(
-    fields: ConfigFields, blocks: Sequence[Layer], mlp: MlpLayer, experts: ExpertsLayer
-) -> tuple[Layer, ...]:
-    """Return the blocks, each followed by `experts` or by `mlp`.
+def sparse_layers(fields: ConfigFields, count: int, mlp: MlpLayer, experts: ExpertsLayer) -> tuple[Layer, ...]:
+    """Return the feed-forward branches of `count` layers.
 
-    It is `mlp` for blocks in `mlp_only_layers`, and for blocks i (from 1) not divisible by `decoder_sparse_step`.
+    It is `mlp` in the layers of `mlp_only_layers`, and if `decoder_sparse_step` does not divide the number (from 1) of
+    the layer; else `experts`.
     """
     dense, step = fields["mlp_only_layers"], fields["decoder_sparse_step"]
-    if bad := [i for i in dense if i >= len(blocks)]:
-        raise ValueError(f"mlp_only_layers holds {bad[0]}; it must be in [0, num_hidden_layers = {len(blocks)})")
-    feeds = (mlp if i in dense or (i + 1) % step else experts for i in range(len(blocks)))
-    return tuple(layer for pair in zip(blocks, feeds, strict=True) for layer in pair)
+    if bad := [i for i in dense if i >= count]:
+        raise ValueError(f"mlp_only_layers holds {bad[0]}; it must be in [0, num_hidden_layers = {count})")
+    return tuple(mlp if i in dense or (i + 1) % step else experts for i in range(count))
 
 
 def sigmoid_router(fields: ConfigFields, num_experts: str) -> RouterSpec:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -123,30 +123,34 @@ class ConfigFields:
 
     def model(
         self,
-        layers: tuple[Layer, ...],
+        blocks: Sequence[Layer],
+        following: Layer | Sequence[Layer] | None = None,
+        *,
         norm_eps: str = "rms_norm_eps",
         lengths: tuple[int, int] | None = None,
-        *,
-        branches_per_layer: int = 2,
         **more: Any,
     ) -> ModelSpec:
         """Return the model of these layers, with the fields that all families share. Its `architecture` is empty.
 
-        norm_eps: name of the field with epsilon. lengths: default and largest maximum length of a request, if no field
-        has them.
+        following: second residual branch of every layer or of each; None if a layer is one branch. norm_eps: name of
+        the field with epsilon. lengths: default and largest maximum length of a request, if no field has them. more:
+        further arguments of `ModelSpec`.
         """
         longest, scaled = lengths or self._lengths()
+        rows = [blocks]
+        if following is not None:
+            rows.append(following if isinstance(following, Sequence) else [following] * len(blocks))
         return ModelSpec(
             architecture="",
             vocab_size=self["vocab_size"],
             hidden_size=self["hidden_size"],
-            layers=layers,
+            layers=tuple(branch for layer in zip(*rows, strict=True) for branch in layer),
             norm_eps=self[norm_eps],
             tie_word_embeddings=self["tie_word_embeddings"],
             max_position_embeddings=longest,
             max_scaled_positions=scaled,
             eos_token_ids=token_ids("eos_token_id", self.raw("eos_token_id")),
-            branches_per_layer=branches_per_layer,
+            branches_per_layer=len(rows),
             **more,
         )
 

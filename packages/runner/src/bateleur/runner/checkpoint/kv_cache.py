@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from bateleur.runner.checkpoint.names import Names
-from bateleur.runner.checkpoint.tensors import DTYPES, TensorEntry
-from bateleur.runner.models.spec import AttentionLayer, LatentLayer, Layer, ModelSpec, ParallelLayer, SingleLayer
+from bateleur.runner.models.spec import AttentionLayer, LatentLayer, ModelSpec, SingleLayer
 from bateleur.runner.quantization.config import quantization_fields
+from bateleur.runner.utils.tensor_files import DTYPES, TensorEntry
 
 _SPELLINGS = (
     *("{}_scale", "attn.{}_scale", "{}_proj.{}_scale", "qkv_proj.{}_scale", "{}_proj.output_scale"),
@@ -19,15 +19,8 @@ _SPELLINGS = (
 )
 """Names of a scale after the name of the attention layer; `{}` is k or v."""
 _UNUSED = (
-    "q_scale",
-    "attn.q_scale",
-    "q_proj.q_scale",
-    "qkv_proj.q_scale",
-    "q_proj.output_scale",
-    "prob_scale",
-    "attn.prob_scale",
-    "prob_output_scale",
-    "attn.prob_output_scale",
+    *("q_scale", "attn.q_scale", "q_proj.q_scale", "qkv_proj.q_scale", "q_proj.output_scale"),
+    *("prob_scale", "attn.prob_scale", "prob_output_scale", "attn.prob_output_scale"),
 )
 """Scales of attention products in FP8. Queries and weights are not rounded here."""
 
@@ -37,10 +30,7 @@ def declared_kv_cache(folder: Path, config: Mapping[str, Any]) -> str:
 
     config: fields of `config.json`, see `quantization_fields`.
     """
-    return _kv_cache_of(quantization_fields(folder, config)[1])
-
-
-def _kv_cache_of(quantization: Mapping[str, Any]) -> str:
+    _, quantization = quantization_fields(folder, config)
     scheme = quantization.get("kv_cache_scheme") or quantization.get("kv_cache_quant_algo")
     if scheme is None:
         return "auto"
@@ -60,31 +50,24 @@ def read_kv_scales(
     `LatentLayer` are ignored, because they belong to the latent, while the cache holds keys and values.
     """
     stems = {
-        part.target.removesuffix(".o_proj"): name.rsplit(".", 2)[0]
+        part.target.removesuffix("o_proj"): name.rsplit(".", 2)[0]
         for name, part in names.items()
         if part.target.endswith(".o_proj")
     }
-    tensor_names: set[str] = set()
+    scale_names: set[str] = set()
 
-    def scaled(layer: SingleLayer, target: str) -> SingleLayer:
+    def scaled(prefix: str, layer: SingleLayer) -> SingleLayer:
         if not isinstance(layer, AttentionLayer):
             return layer
-        spelled = {letter: [f"{stems[target]}.{each.format(letter, letter)}" for each in _SPELLINGS] for letter in "kv"}
-        every = {name for each in spelled.values() for name in each} | {f"{stems[target]}.{each}" for each in _UNUSED}
-        tensor_names.update(every & tensors.keys())
+        k, v = ([f"{stems[prefix]}.{each.format(letter, letter)}" for each in _SPELLINGS] for letter in "kv")
+        every = {*k, *v, *(f"{stems[prefix]}.{each}" for each in _UNUSED)}
+        scale_names.update(every & tensors.keys())
         if isinstance(layer, LatentLayer):
             return layer
-        k_scales, v_scales = (_scales_of(spelled[letter], tensors, layer.num_kv_heads) for letter in "kv")
+        k_scales, v_scales = (_scales_of(spelled, tensors, layer.num_kv_heads) for spelled in (k, v))
         return replace(layer, k_scales=k_scales, v_scales=v_scales)
 
-    layers: list[Layer] = []
-    for i, layer in enumerate(spec.layers):
-        if isinstance(layer, ParallelLayer):
-            parts = tuple(scaled(part, f"layers.{i}.{j}") for j, part in enumerate(layer.parts))
-            layers.append(replace(layer, parts=parts))
-        else:
-            layers.append(scaled(layer, f"layers.{i}"))
-    return replace(spec, layers=tuple(layers)), frozenset(tensor_names)
+    return spec.with_branches(scaled), frozenset(scale_names)
 
 
 def _scales_of(names: list[str], tensors: Mapping[str, TensorEntry], num_heads: int) -> tuple[float, ...]:

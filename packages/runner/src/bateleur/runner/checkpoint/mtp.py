@@ -11,11 +11,12 @@ from dataclasses import dataclass, replace
 from bateleur.runner.checkpoint.families import FAMILIES
 from bateleur.runner.checkpoint.families.base import MtpNames
 from bateleur.runner.checkpoint.kv_cache import read_kv_scales
-from bateleur.runner.checkpoint.names import Names, WeightPart, resolve_layout
+from bateleur.runner.checkpoint.names import Names, WeightPart, embedding_name, resolve_layout
 from bateleur.runner.checkpoint.open import Checkpoint, read_config
-from bateleur.runner.checkpoint.tensors import TensorEntry
 from bateleur.runner.models.spec import ModelSpec
 from bateleur.runner.utils.arguments import refuse
+from bateleur.runner.utils.json_file import errors_in
+from bateleur.runner.utils.tensor_files import TensorEntry
 
 _PREFIX = "mtp."
 
@@ -43,10 +44,8 @@ def read_mtp(checkpoint: Checkpoint) -> MtpModule:
             f"{file}: model_type is {family.model_type!r}; draft 'mtp' needs an MTP head, as files of {known} have"
         )
     tensors = {name: entry for name, entry in checkpoint.unused.items() if name.startswith(_PREFIX)}
-    try:
+    with errors_in(file):
         layers, branches = family.mtp.layers(fields, checkpoint.spec)
-    except ValueError as error:
-        raise ValueError(f"{file}: {error}") from error
     if not tensors:
         refuse("draft", "mtp", f"a folder, or None: {path} has no tensors with the prefix {_PREFIX!r}")
     spec = replace(checkpoint.spec, layers=layers, branches_per_layer=branches)
@@ -64,8 +63,7 @@ def read_mtp(checkpoint: Checkpoint) -> MtpModule:
 
 def _names(theirs: Names, mtp: MtpNames, spec: ModelSpec) -> Names:
     """Return the weight names of the head. theirs: names of a target with its layers. mtp: names of other weights."""
-    (embedding,) = (name for name, part in theirs.items() if part.target == "embedding")
-    stem = embedding.rsplit(".", 2)[0] + "."
+    stem = embedding_name(theirs).rsplit(".", 2)[0] + "."
     names: Names = {f"{_PREFIX}{mtp.fc}.weight": WeightPart("fc_proj")}
     for name, part in theirs.items():
         if part.target == "final_norm":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
@@ -10,17 +10,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bateleur.runner.checkpoint.tensors import TensorEntry
+from bateleur.runner.distributed.ranks import Range
 from bateleur.runner.models.spec import (
     AttentionLayer,
     ExpertsLayer,
     MambaLayer,
     MlpLayer,
     ModelSpec,
-    ParallelLayer,
     SingleLayer,
-    parts_of,
+    prefixed,
 )
+from bateleur.runner.utils.tensor_files import TensorEntry
 
 
 class StorageForm(Enum):
@@ -93,6 +93,18 @@ class WeightPart:
             tensor = tensor.float() * self.row_factors(len(tensor)).view(-1, *[1] * (tensor.ndim - 1))
         return tensor
 
+    def own_rows(self, ranges: Sequence[Range] | None, count: int) -> Iterator[tuple[Range, Range]]:
+        """Yield pairs of row ranges to copy: from (in this part, which has `count` rows), and to (in a rank's weight).
+
+        ranges: rows of the whole weight that the rank has; None for all.
+        """
+        begin, end, local = self.start, self.start + count, 0
+        for first, last in ranges or ((0, end),):
+            low, high = max(first, begin), min(last, end)
+            if low < high:
+                yield (low - begin, high - begin), (local + low - first, local + high - first)
+            local += last - first
+
     def placed(self, source: str, target: str) -> WeightPart:
         """Return the part with a prefix added to names in files (`source`) and to names of weights (`target`)."""
         instead = {source + name: part.placed(source, target) for name, part in self.instead.items()}
@@ -101,78 +113,176 @@ class WeightPart:
 
 Names = dict[str, WeightPart]
 """Checkpoint tensor names and the parts that they fill."""
-Called = tuple[str, str]
-"""Names of a branch and of the norm before it."""
+Called = tuple[str, str] | tuple[str, str, Callable[[Any], Names]]
+"""Names of a branch and of the norm before it. A third entry returns the weight names of a layer, after the name of the
+branch, if they are not the usual ones."""
+
+
+def stacked(target: str, sources: Mapping[str, int | None], ending: str = "weight") -> Names:
+    """Return the names of tensors that are stacked by rows to the weight `target`. sources: row counts by name."""
+    names, start = {}, 0
+    for source, rows in sources.items():
+        names[f"{source}.{ending}"] = WeightPart(target, start, rows)
+        start += rows or 0
+    return names
+
+
+def projection(target: str, sources: Mapping[str, int | None], bias: bool = False) -> Names:
+    """Return the names of tensors that are stacked to one projection, and of their biases."""
+    biases = stacked(f"{target}_bias", sources, "bias") if bias else {}
+    return stacked(f"{target}_proj", sources) | biases
+
+
+def mlp_names(layer: MlpLayer) -> Names:
+    """Return the usual weight names of a feed-forward branch."""
+    ups = ("gate_proj", "up_proj") if layer.gated else ("up_proj",)
+    up = projection("up", dict.fromkeys(ups, layer.intermediate_size), layer.bias)
+    return up | projection("down", {"down_proj": None}, layer.bias)
+
+
+def _attention_names(layer: AttentionLayer) -> Names:
+    q, kv, lanes = layer.num_heads * layer.head_dim, layer.num_kv_heads * layer.head_dim, layer.head_dim
+    heads = {"q_proj": 2 * q if layer.gated else q, "k_proj": kv, "v_proj": kv}
+    names = projection("qkv", heads, layer.qkv_bias) | projection("o", {"o_proj": None}, layer.o_bias)
+    if layer.gated:  # stored head by head, query and gate; here the gates of all heads come first
+        pieces = ((lanes, 2 * lanes), (0, lanes))
+        names |= {name: replace(names[name], pieces=pieces) for name in names if name.startswith("q_proj")}
+    if layer.sinks:
+        names["sinks"] = WeightPart("sinks")
+    if layer.qk_norm_eps is not None:
+        names |= {f"{norm}.weight": WeightPart(norm) for norm in ("q_norm", "k_norm")}
+    return names
+
+
+def _mamba_names(layer: MambaLayer) -> Names:
+    return {
+        **projection("in", {"in_proj": None}, layer.proj_bias),
+        "conv1d.weight": WeightPart("conv", form=StorageForm.CONV),
+        **({"conv1d.bias": WeightPart("conv_bias")} if layer.conv_bias else {}),
+        "A_log": WeightPart("A", form=StorageForm.A_LOG),
+        "D": WeightPart("D"),
+        "dt_bias": WeightPart("dt_bias"),
+        **({} if layer.norm == "gate only" else {"norm.weight": WeightPart("norm")}),
+        **projection("out", {"out_proj": None}, layer.proj_bias),
+    }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertNames:
-    """Tensor names of a layer's experts, without the name of the layer.
+    """Tensor names of a layer's experts, after the name of the branch.
 
     `other_*` are names in another layout: `{}` means one tensor for each expert, two names mean separate gate and up.
     """
 
+    branch: str = "mlp"
     norm: str = "post_attention_layernorm"
-    router: str = "mlp.gate.weight"
+    router: str = "gate.weight"
     other_router: tuple[str, ...] = ()
-    correction: str = "mlp.gate.e_score_correction_bias"
-    up: str = "mlp.experts.gate_up_proj"
+    correction: str = "gate.e_score_correction_bias"
+    up: str = "experts.gate_up_proj"
     """All experts, (E, rows, columns); the gate in the upper rows."""
-    other_up: tuple[str, ...] = ("mlp.experts.{}.gate_proj.weight", "mlp.experts.{}.up_proj.weight")
-    down: str = "mlp.experts.down_proj"
-    other_down: tuple[str, ...] = ("mlp.experts.{}.down_proj.weight",)
-    latent: tuple[str, str] = ("mlp.fc1_latent_proj", "mlp.fc2_latent_proj")
-    """Projections to the experts' width and back."""
+    other_up: tuple[str, ...] = ("experts.{}.gate_proj.weight", "experts.{}.up_proj.weight")
+    down: str = "experts.down_proj"
+    other_down: tuple[str, ...] = ("experts.{}.down_proj.weight",)
     shared: str = "mlp.shared_expert"
-    shared_gate: str = "mlp.shared_expert_gate"
+    """Branch of the shared expert, in the layer."""
+    shared_names: Callable[[MlpLayer], Names] = mlp_names
+
+    def of(self, layer: ExpertsLayer) -> Names:
+        """Return the weight names of a layer, after its prefix."""
+        count, inner = layer.num_experts, layer.intermediate_size
+        found = {
+            self.router: WeightPart("router_proj", instead=_instead("router_proj", self.other_router)),
+            self.up: WeightPart("up_proj", instead=_instead("up_proj", self.other_up, count, inner)),
+            self.down: WeightPart("down_proj", instead=_instead("down_proj", self.other_down, count)),
+        }
+        if layer.router.bias:
+            found[self.router.removesuffix("weight") + "bias"] = WeightPart("router_bias")
+        if layer.bias:
+            found |= {f"{self.up}_bias": WeightPart("up_bias"), f"{self.down}_bias": WeightPart("down_bias")}
+        if layer.router.corrected:
+            found[self.correction] = WeightPart("correction")
+        if layer.latent_size is not None:
+            found |= projection("latent_in", {"fc1_latent_proj": None}, layer.latent_bias)
+            found |= projection("latent_out", {"fc2_latent_proj": None}, layer.latent_bias)
+        if layer.shared_gate:
+            found |= projection("shared_gate", {"shared_expert_gate": None})
+        found = _behind(self.branch, found)
+        if layer.shared is not None:
+            shared = _behind(self.shared, self.shared_names(layer.shared))
+            found |= {name: part.placed("", "shared_") for name, part in shared.items()}
+        return found
 
 
-@dataclass(frozen=True, slots=True)
-class LayerTensorNames:
-    """Tensor names of a layer type that differ by family: the branch, the norm before it, and the branch's weights."""
-
-    called: Called
-    names: Callable[[Any], Names]
-    """Returns the names of a layer, after the name of the branch."""
-
-
-Call = Called | ExpertNames | LayerTensorNames
-MIXERS: Mapping[type[SingleLayer], Call] = {
+Mixers = Mapping[type[SingleLayer], Called | ExpertNames]
+"""Names of branches by their type."""
+_MIXERS: Mixers = {
     AttentionLayer: ("self_attn", "input_layernorm"),
     MambaLayer: ("mamba", "input_layernorm"),
     ExpertsLayer: ExpertNames(),
+}
+_USUAL: Mapping[type[SingleLayer], Callable[[Any], Names]] = {
+    AttentionLayer: _attention_names,
+    MlpLayer: mlp_names,
+    MambaLayer: _mamba_names,
 }
 
 
 def weight_names(
     spec: ModelSpec,
-    mlp: Called | LayerTensorNames,
-    mixers: Mapping[type[SingleLayer], Call] = MIXERS,
+    mlp: Called = ("mlp", "post_attention_layernorm"),
+    mixers: Mapping[type[SingleLayer], Called | ExpertNames] = {},
     *,
     stem: str = "model",
     embedding: str = "embed_tokens",
     final_norm: str = "norm",
-    fused_mlp: bool = False,
 ) -> Names:
     """Return the weight names of a decoder, which begin with `stem`.
 
-    mlp, mixers: names of MLPs, and of other branches by their type. fused_mlp: whether gate and up are one tensor in
-    the file.
+    mlp, mixers: names of MLPs, and of other branches by their type if they are not Llama's, Bamba's and Qwen's.
     """
     names: Names = {
         f"{stem}.{embedding}.weight": WeightPart("embedding"),
         f"{stem}.{final_norm}.weight": WeightPart("final_norm"),
         "lm_head.weight": WeightPart("lm_head"),
     }
+    branches = {**_MIXERS, **mixers, MlpLayer: mlp}
     for i, layer in enumerate(spec.layers):
-        source, parts = f"{stem}.layers.{i // spec.branches_per_layer}.", parts_of(layer)
-        for j, mixer in enumerate(parts):
-            called = mlp if isinstance(mixer, MlpLayer) else mixers[type(mixer)]
-            target = f"layers.{i}.{j}." if isinstance(layer, ParallelLayer) else f"layers.{i}."
-            norm, named = _layer_names(mixer, called, fused_mlp)
+        source = f"{stem}.layers.{i // spec.branches_per_layer}."
+        for prefix, branch in prefixed(i, layer):
+            norm, named = _layer_names(branch, branches[type(branch)])
             names[f"{source}{norm}.weight"] = WeightPart(f"layers.{i}.input_norm")
-            names |= {source + name: part.placed(source, target) for name, part in named.items()}
+            names |= {source + name: part.placed(source, prefix) for name, part in named.items()}
     return names
+
+
+def _layer_names(layer: SingleLayer, called: Called | ExpertNames) -> tuple[str, Names]:
+    """Return the name of the norm before a layer, and all other weight names, without the layer's prefix."""
+    if isinstance(called, ExpertNames):
+        assert isinstance(layer, ExpertsLayer)
+        return called.norm, called.of(layer)
+    branch, norm, *given = called
+    (names,) = given or (_USUAL[type(layer)],)
+    return norm, _behind(branch, names(layer))
+
+
+def _behind(branch: str, names: Names) -> Names:
+    return {f"{branch}.{name}": part.placed(f"{branch}.", "") for name, part in names.items()}
+
+
+def _instead(target: str, others: tuple[str, ...], count: int = 0, rows: int = 0) -> Names:
+    """Return the weight names of another layout. `{}` in a name stands for each of `count` experts.
+
+    Several names are stacked by rows to one weight, with `rows` rows each.
+    """
+    if not others or "{}" not in others[0]:
+        return {other: WeightPart(target) for other in others}
+    height = rows if len(others) > 1 else None
+    return {
+        other.format(e): WeightPart(target, i * rows, height, expert=e)
+        for e in range(count)
+        for i, other in enumerate(others)
+    }
 
 
 def resolve_layout(names: Names, tensors: Container[str]) -> Names:
@@ -189,15 +299,20 @@ def with_prefix(tensors: Mapping[str, TensorEntry], names: Names) -> Mapping[str
 
     A model saved without its head lacks the first part of the names, such as `model.`; `lm_head` is unchanged.
     """
-    (embedding,) = (name for name, part in names.items() if part.target == "embedding")
-    prefix, _, rest = embedding.partition(".")
-    if embedding in tensors or rest not in tensors:
+    prefix, _, rest = embedding_name(names).partition(".")
+    if f"{prefix}.{rest}" in tensors or rest not in tensors:
         return tensors
     outside = {name for name in names if not name.startswith(f"{prefix}.")}
     return {
         name if name in outside or name.startswith("mtp.") else f"{prefix}.{name}": entry
         for name, entry in tensors.items()
     }
+
+
+def embedding_name(names: Names) -> str:
+    """Return the name of the tensor that fills the embedding."""
+    (name,) = (name for name, part in names.items() if part.target == "embedding")
+    return name
 
 
 def cut_evenly(names: Names, tensors: Mapping[str, TensorEntry]) -> Names:
@@ -208,9 +323,8 @@ def cut_evenly(names: Names, tensors: Mapping[str, TensorEntry]) -> Names:
             stacks.setdefault(part.target, {})[name] = part
     moved: Names = {}
     for parts in stacks.values():
-        total, found = (sum(part.rows or 0 for part in parts.values()), {name: tensors.get(name) for name in parts})
-        rows = total // len(parts)
-        if all(entry is not None and entry.shape[:1] == (rows,) for entry in found.values()):
+        rows = sum(part.rows or 0 for part in parts.values()) // len(parts)
+        if all(name in tensors and tensors[name].shape[:1] == (rows,) for name in parts):
             moved |= {name: replace(part, start=i * rows, rows=rows) for i, (name, part) in enumerate(parts.items())}
     return names | moved
 
@@ -220,109 +334,3 @@ def norms_less_one(names: Names) -> Names:
     norms = ("input_norm", "output_norm", "final_norm", "q_norm", "k_norm")
     stored = {name: part for name, part in names.items() if part.target.rpartition(".")[2] in norms}
     return names | {name: replace(part, form=StorageForm.LESS_ONE) for name, part in stored.items()}
-
-
-def _layer_names(layer: SingleLayer, called: Call, fused_mlp: bool) -> tuple[str, Names]:
-    """Return the name of the norm before a layer, and all other weight names, without the layer's prefix."""
-    if isinstance(called, ExpertNames):
-        assert isinstance(layer, ExpertsLayer)
-        return called.norm, _expert_names(layer, called, fused_mlp)
-    if isinstance(called, LayerTensorNames):
-        branch, norm = called.called
-        return norm, _behind(branch, called.names(layer))
-    assert isinstance(layer, AttentionLayer | MlpLayer | MambaLayer)
-    branch, norm = called
-    return norm, _behind(branch, _branch_names(layer, fused_mlp))
-
-
-def _behind(branch: str, names: Names) -> Names:
-    return {f"{branch}.{name}": part.placed(f"{branch}.", "") for name, part in names.items()}
-
-
-def _expert_names(layer: ExpertsLayer, names: ExpertNames, fused_mlp: bool) -> Names:
-    count, inner = layer.num_experts, layer.intermediate_size
-    found = {
-        names.router: WeightPart("router_proj", instead=_instead("router_proj", names.other_router)),
-        names.up: WeightPart("up_proj", instead=_instead("up_proj", names.other_up, count, inner)),
-        names.down: WeightPart("down_proj", instead=_instead("down_proj", names.other_down, count)),
-    }
-    if layer.router.bias:
-        found[names.router.removesuffix("weight") + "bias"] = WeightPart("router_bias")
-    if layer.bias:
-        found |= {f"{names.up}_bias": WeightPart("up_bias"), f"{names.down}_bias": WeightPart("down_bias")}
-    if layer.router.corrected:
-        found[names.correction] = WeightPart("correction")
-    if layer.latent_size is not None:
-        into, out = names.latent
-        found |= _projection("latent_in", {into: None}, layer.latent_bias)
-        found |= _projection("latent_out", {out: None}, layer.latent_bias)
-    if layer.shared is not None:
-        shared = _behind(names.shared, _branch_names(layer.shared, fused_mlp))
-        found |= {name: part.placed("", "shared_") for name, part in shared.items()}
-    if layer.shared_gate:
-        found |= _projection("shared_gate", {names.shared_gate: None}, bias=False)
-    return found
-
-
-def _instead(target: str, others: tuple[str, ...], count: int = 0, rows: int = 0) -> Names:
-    """Return the weight names of another layout. `{}` in a name stands for each of `count` experts.
-
-    Several names are stacked by rows to one weight, with `rows` rows each.
-    """
-    if not others or "{}" not in others[0]:
-        return {other: WeightPart(target) for other in others}
-    several = len(others) > 1
-    return {
-        other.format(e): WeightPart(target, i * rows, rows if several else None, expert=e)
-        for e in range(count)
-        for i, other in enumerate(others)
-    }
-
-
-def _branch_names(layer: AttentionLayer | MlpLayer | MambaLayer, fused_mlp: bool) -> Names:
-    match layer:
-        case AttentionLayer():
-            return _attention_names(layer)
-        case MlpLayer():
-            rows = layer.intermediate_size
-            ups = {"gate_proj": rows, "up_proj": rows} if layer.gated else {"up_proj": rows}
-            return {
-                **_projection("up", {"input_linear": None} if fused_mlp else ups, layer.bias),
-                **_projection("down", {"output_linear" if fused_mlp else "down_proj": None}, layer.bias),
-            }
-        case MambaLayer():
-            return {
-                **_projection("in", {"in_proj": None}, layer.proj_bias),
-                "conv1d.weight": WeightPart("conv", form=StorageForm.CONV),
-                **({"conv1d.bias": WeightPart("conv_bias")} if layer.conv_bias else {}),
-                "A_log": WeightPart("A", form=StorageForm.A_LOG),
-                "D": WeightPart("D"),
-                "dt_bias": WeightPart("dt_bias"),
-                **({} if layer.norm == "gate only" else {"norm.weight": WeightPart("norm")}),
-                **_projection("out", {"out_proj": None}, layer.proj_bias),
-            }
-
-
-def _attention_names(layer: AttentionLayer) -> Names:
-    q, kv, lanes = layer.num_heads * layer.head_dim, layer.num_kv_heads * layer.head_dim, layer.head_dim
-    heads = {"q_proj": 2 * q if layer.gated else q, "k_proj": kv, "v_proj": kv}
-    names = _projection("qkv", heads, layer.qkv_bias) | _projection("o", {"o_proj": None}, layer.o_bias)
-    if layer.gated:  # stored head by head, query and gate; here the gates of all heads come first
-        pieces = ((lanes, 2 * lanes), (0, lanes))
-        names |= {name: replace(names[name], pieces=pieces) for name in names if name.startswith("q_proj")}
-    if layer.sinks:
-        names["sinks"] = WeightPart("sinks")
-    if layer.qk_norm_eps is not None:
-        names |= {f"{norm}.weight": WeightPart(norm) for norm in ("q_norm", "k_norm")}
-    return names
-
-
-def _projection(target: str, sources: Mapping[str, int | None], bias: bool) -> Names:
-    """Return the names of tensors that are stacked to one matrix, and of their biases. sources: row counts by name."""
-    names, start = {}, 0
-    for source, rows in sources.items():
-        names[f"{source}.weight"] = WeightPart(f"{target}_proj", start, rows)
-        if bias:
-            names[f"{source}.bias"] = WeightPart(f"{target}_bias", start, rows)
-        start += rows or 0
-    return names

@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -21,7 +21,6 @@ from bateleur.runner.checkpoint.fields import ConfigFields
 from bateleur.runner.checkpoint.kv_cache import declared_kv_cache, read_kv_scales
 from bateleur.runner.checkpoint.names import Names, cut_evenly, resolve_layout, with_prefix
 from bateleur.runner.checkpoint.quantized import Matrices, quantize_projections, with_quantized
-from bateleur.runner.checkpoint.tensors import TensorEntry, list_tensors
 from bateleur.runner.checkpoint.weights import UNUSED, check_weights, checkpoint_dtype, fill_weights, resolve_tied
 from bateleur.runner.distributed.ranks import ALONE, Ranks
 from bateleur.runner.models import HybridDecoder
@@ -29,10 +28,11 @@ from bateleur.runner.models.spec import ModelSpec
 from bateleur.runner.quantization.config import check_method, read_quantization
 from bateleur.runner.utils.arguments import folder, refuse, shown
 from bateleur.runner.utils.device import DTYPES, explain_out_of_memory, free_main_memory
-from bateleur.runner.utils.json_file import read_json
+from bateleur.runner.utils.json_file import errors_in, read_json
+from bateleur.runner.utils.tensor_files import TensorEntry, list_tensors
 
 _KINDS = frozenset(("linear_attention", "full_attention", "mlp", "moe", "conv"))
-"""Kinds of layers in current versions of transformers."""
+"""Kinds of layers in current versions of transformers; older files have other names for some."""
 _FOREIGN = ("image_token_id", "image_token_index", "video_token_id")
 """Fields that name placeholder tokens of images and videos."""
 _LONGEST_REASON = 240
@@ -80,7 +80,9 @@ def open_checkpoint(
             "Hub with `hf download NAME --local-dir DIR`"
         )
     family, fields, written = read_config(path, overrides)
-    declared, named = _read_spec(path, family, fields, written)
+    with errors_in(path / "config.json"):
+        declared = replace(family.read_spec(fields), foreign_tokens=_foreign_tokens(written))
+        named = family.fold(fields, family.names(declared))
     spec = replace(declared, eos_token_ids=_eos_token_ids(path, declared))
     reader = read_quantization(path, written)
     if method is not None:
@@ -88,10 +90,8 @@ def open_checkpoint(
     spec = replace(spec, kv_cache_dtype=declared_kv_cache(path, written))
     stored = with_prefix(list_tensors(path, family.other_prefixes), named)
     spec, scales = read_kv_scales(spec, named, stored)
-    try:
+    with errors_in(path):
         found = with_quantized(stored, reader, family.other_prefixes)
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
     known = {name: entry for name, entry in found.items() if name not in scales and not UNUSED.fullmatch(name)}
     laid_out = cut_evenly(resolve_layout(named, known), known)
     tensors = {name: entry for name, entry in known.items() if entry.named or name in laid_out}
@@ -99,18 +99,17 @@ def open_checkpoint(
     spec, names = resolve_tied(spec, laid_out, tensors)
     weights = HybridDecoder(spec, dtype=torch.float32, device="meta").weights()
     check_weights(path, spec.architecture, weights, names, tensors)
-    tied = declared.tie_word_embeddings
     return Checkpoint(
-        path,
-        spec,
-        tied,
-        checkpoint_dtype(tensors),
-        names,
-        tensors,
-        unused,
-        dict(overrides or {}),
-        dequantize,
-        family.other_prefixes,
+        path=path,
+        spec=spec,
+        tied=declared.tie_word_embeddings,
+        dtype=checkpoint_dtype(tensors),
+        names=names,
+        tensors=tensors,
+        unused=unused,
+        overrides=dict(overrides or {}),
+        dequantize=dequantize,
+        other_prefixes=family.other_prefixes,
     )
 
 
@@ -191,13 +190,11 @@ def read_config(path: Path, overrides: Mapping[str, Any] | None = None) -> tuple
     if not file.is_file():
         raise ValueError(f"{path}: has no config.json; it must be a Hugging Face checkpoint")
     fields = _overridden(read_json(file), overrides or {})
-    try:
+    with errors_in(f"{file}{' with hf_overrides' * bool(overrides)}"):
         check_fields(fields)
         family = _family(fields)
         own = fields if family.inside is None else fields.get(family.inside)
         return family, ConfigFields(_config(path, family, fields, bool(overrides)), own), fields
-    except ValueError as error:
-        raise ValueError(f"{file}{' with hf_overrides' * bool(overrides)}: {error}") from error
 
 
 def _overridden(fields: dict[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
@@ -206,14 +203,6 @@ def _overridden(fields: dict[str, Any], overrides: Mapping[str, Any]) -> dict[st
         both = isinstance(value, Mapping) and isinstance(merged.get(name), dict)
         merged[name] = _overridden(merged[name], value) if both else value
     return merged
-
-
-def _read_spec(path: Path, family: Family, fields: ConfigFields, written: dict[str, Any]) -> tuple[ModelSpec, Names]:
-    try:
-        spec = replace(family.read_spec(fields), foreign_tokens=_foreign_tokens(written))
-        return spec, family.fold(fields, family.names(spec))
-    except ValueError as error:
-        raise ValueError(f"{path / 'config.json'}: {error}") from error
 
 
 def _family(config: Mapping[str, Any]) -> Family:
@@ -242,15 +231,6 @@ def _family(config: Mapping[str, Any]) -> Family:
     return family
 
 
-def _own_part(family: Family, config: Any) -> Any:
-    """Return the configuration of the text model, which some families nest in another configuration."""
-    if family.inside is None:
-        return config
-    own = getattr(config, family.inside)
-    own.tie_word_embeddings = bool(own.tie_word_embeddings or config.tie_word_embeddings)
-    return own
-
-
 def _foreign_tokens(config: Mapping[str, Any]) -> tuple[tuple[int, str], ...]:
     """Return the ids of image and video placeholders, and the fields that name them."""
     named = ((config.get(name), name) for name in _FOREIGN)
@@ -258,17 +238,27 @@ def _foreign_tokens(config: Mapping[str, Any]) -> tuple[tuple[int, str], ...]:
 
 
 def _config(path: Path, family: Family, written: Mapping[str, Any], overridden: bool) -> Any:
-    """Return the configuration: the file's fields if transformers would not change them, else those of transformers."""
+    """Return the configuration of the text model: the file's own if transformers would not change it.
+
+    Some families nest it in another configuration.
+    """
 
     def ask() -> Any:
         if not overridden:
-            return _own_part(family, _ask_transformers(path, written))
-        with TemporaryDirectory() as folder:
-            (Path(folder) / "config.json").write_text(json.dumps(written))
-            return _own_part(family, _ask_transformers(Path(folder), written))
+            config = _ask_transformers(path, written)
+        else:
+            with TemporaryDirectory() as folder:
+                (Path(folder) / "config.json").write_text(json.dumps(written))
+                config = _ask_transformers(Path(folder), written)
+        if family.inside is None:
+            return config
+        own = getattr(config, family.inside)
+        own.tie_word_embeddings = bool(own.tie_word_embeddings or config.tie_word_embeddings)
+        return own
 
-    plain = family.plain.issuperset(written) and has_current_kinds(written, _KINDS)
-    return FileConfig(written, ask) if plain else ask()
+    listed = (written.get(name) or () for name in ("layers_block_type", "layer_types", "mtp_layers_block_type"))
+    current = all(_KINDS.issuperset(each) for each in listed)
+    return FileConfig(written, ask) if current and family.plain.issuperset(written) else ask()
 
 
 def _ask_transformers(path: Path, fields: Mapping[str, Any]) -> Any:
@@ -291,10 +281,8 @@ def _eos_token_ids(path: Path, spec: ModelSpec) -> tuple[int, ...]:
     file = path / "generation_config.json"
     if file.is_file():
         value = read_json(file).get("eos_token_id")
-        try:
+        with errors_in(file):
             by_file[file] = token_ids("eos_token_id", value)
-        except ValueError as error:
-            raise ValueError(f"{file}: {error}") from error
     for where, ids in by_file.items():
         if unknown := [i for i in ids if i >= spec.vocab_size]:
             raise ValueError(f"{where}: eos_token_id holds {unknown[0]}; the vocabulary has {spec.vocab_size} tokens")
@@ -311,25 +299,11 @@ class FileConfig:
     """
 
     def __init__(self, written: Mapping[str, Any], ask: Callable[[], Any]) -> None:
-        self._written, self._ask = written, ask
+        self._written, self._ask = written, cache(ask)
 
     def __getattr__(self, name: str) -> Any:
         value = self._written.get(name)
-        if value is None or (name == "rope_parameters" and not _is_complete(value)):
-            return getattr(self._asked, name)
-        return value
-
-    @cached_property
-    def _asked(self) -> Any:
-        return self._ask()
-
-
-def _is_complete(rope: Mapping[str, Any]) -> bool:
-    """Return whether transformers would add nothing to these parameters of rotary embedding."""
-    return rope.get("rope_type") == "default" and rope.get("rope_theta") is not None
-
-
-def has_current_kinds(written: Mapping[str, Any], kinds: frozenset[str]) -> bool:
-    """Return whether all lists of layers have these kinds only; older files have other names for some."""
-    listed = (written.get(name) or () for name in ("layers_block_type", "layer_types", "mtp_layers_block_type"))
-    return all(kinds.issuperset(each) for each in listed)
+        if name == "rope_parameters" and value is not None:  # others are completed by transformers
+            complete = value.get("rope_type") == "default" and value.get("rope_theta") is not None
+            value = value if complete else None
+        return getattr(self._ask(), name) if value is None else value

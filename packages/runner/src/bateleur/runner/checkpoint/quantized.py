@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -12,8 +12,6 @@ import torch
 from torch import Tensor
 
 from bateleur.runner.checkpoint.names import Names, StorageForm, WeightPart
-from bateleur.runner.checkpoint.slices import own_rows
-from bateleur.runner.checkpoint.tensors import TensorEntry
 from bateleur.runner.distributed.ranks import Range
 from bateleur.runner.models.grouped import GroupedProjection
 from bateleur.runner.models.matrix import Projection, Rows
@@ -21,6 +19,7 @@ from bateleur.runner.models.quantized import Layout, QuantizedMatrix, Scheme
 from bateleur.runner.models.sharding import Cut, WeightShard
 from bateleur.runner.quantization.module import Module, QuantizedReader, check_matrix, check_parts
 from bateleur.runner.quantization.scan import find_modules
+from bateleur.runner.utils.tensor_files import TensorEntry
 
 _ROUTERS = ("router_proj",)
 """Matrices that are float32 in any dtype; they are dequantised."""
@@ -62,7 +61,7 @@ def with_quantized(
     against: list[str] = []
     for name, module in modules.items():
         check_parts(reader, module)
-        parts: list[TensorEntry] = [each for each in module.parts.values() if isinstance(each, TensorEntry)]
+        parts = [*module.parts.values()]
         found[name] = QuantizedEntry(
             file=parts[0].file,
             name=module.names[0],
@@ -110,9 +109,9 @@ def quantize_projections(
             continue
         cut = {} if share is None else share.cuts.get(target, {})
         if isinstance(projection, Projection):
-            projection.quantize(list(_pieces(found, cut)))
+            projection.quantize(_pieces(found, cut))
         elif (scheme := _common(found)) is not None:
-            projection.quantize(_cut(scheme, cut, 2))
+            projection.quantize(_cut(scheme, _columns(cut, 2)))
         else:
             continue
         chosen[target] = projection
@@ -121,8 +120,7 @@ def quantize_projections(
 
 def _common(found: list[tuple[WeightPart, TensorEntry]]) -> Scheme | None:
     """Return the common scheme of all experts; None if schemes differ, or if group tables (act order) could differ."""
-    schemes = {_scheme(part, entry) for part, entry in found}
-    (first, *others) = schemes
+    first, *others = {_scheme(part, entry) for part, entry in found}
     return None if others or first is None or first.indexed else first
 
 
@@ -131,43 +129,38 @@ def _scheme(part: WeightPart, entry: TensorEntry) -> Scheme | None:
     if not isinstance(entry, QuantizedEntry):
         return None
     scheme = entry.scheme()
-    if part.factors and scheme.layout is not Layout.F4:
-        return replace(scheme, scale_dtype=torch.float32)
-    return scheme
+    return replace(scheme, scale_dtype=torch.float32) if part.factors and scheme.layout is not Layout.F4 else scheme
 
 
-def _pieces(
-    found: list[tuple[WeightPart, TensorEntry]], cut: Cut
-) -> Iterator[tuple[int, int, Scheme | None, int | None]]:
-    """Yield (first row, row after the last, scheme, number of groups) for the rows of this rank.
+def _pieces(found: list[tuple[WeightPart, TensorEntry]], cut: Cut) -> list[tuple[int, int, Scheme | None, int | None]]:
+    """Return (first row, row after the last, scheme, number of groups) for the rows of this rank.
 
     Adjacent rows with equal schemes are joined. found: the parts of the weight and their tensors. cut: this rank's
     ranges by axis.
     """
-    every = []
+    every: list[tuple[int, int, Scheme | None, int | None]] = []
     for part, entry in found:
         scheme, groups = _scheme(part, entry), None
         if isinstance(entry, QuantizedEntry) and scheme is not None and scheme.indexed:
             groups = entry.matrix().scales.shape[-1]
-        rows = math.prod(entry.shape[:-1])
-        for _, own in own_rows(cut.get(0), part, rows):
-            every.append((*own, None if scheme is None else _cut(scheme, cut, 1), groups))
-    every.sort(key=lambda each: each[0])
-    last: tuple[int, int, Scheme | None, int | None] | None = None
-    for first, end, scheme, groups in every:
-        if last is not None and last[2] == scheme and not (scheme and scheme.indexed):
-            last = (last[0], end, scheme, groups)
-            continue
-        if last is not None:
-            yield last
-        last = (first, end, scheme, groups)
-    if last is not None:
-        yield last
+        for _, own in part.own_rows(cut.get(0), math.prod(entry.shape[:-1])):
+            every.append((*own, None if scheme is None else _cut(scheme, _columns(cut, 1)), groups))
+    joined: list[tuple[int, int, Scheme | None, int | None]] = []
+    for first, end, scheme, groups in sorted(every, key=lambda each: each[0]):
+        if joined and joined[-1][2] == scheme and not (scheme and scheme.indexed):
+            first = joined.pop()[0]
+        joined.append((first, end, scheme, groups))
+    return joined
 
 
-def _cut(scheme: Scheme, cut: Cut, axis: int) -> Scheme:
-    ((first, end),) = cut.get(axis, ((0, 1),))
-    return scheme.cut(first, end) if axis in cut else scheme
+def _cut(scheme: Scheme, columns: Range | None) -> Scheme:
+    return scheme if columns is None else scheme.cut(*columns)
+
+
+def _columns(cut: Cut, axis: int) -> Range | None:
+    """Return this rank's columns of a matrix, which are adjacent; None for all."""
+    (columns,) = cut.get(axis, (None,))
+    return columns
 
 
 def fill_quantized(projection: Projection | GroupedProjection, part: WeightPart, entry: TensorEntry, cut: Cut) -> None:
@@ -175,37 +168,24 @@ def fill_quantized(projection: Projection | GroupedProjection, part: WeightPart,
     if isinstance(projection, GroupedProjection):
         _fill_experts(projection, part, entry, cut)
         return
-    columns = _columns(cut, 1)
-    if isinstance(entry, QuantizedEntry):
-        matrix: QuantizedMatrix | Tensor = _ordered(part, entry.matrix())
-    else:
-        matrix = part.read(entry.mapped())
-    for (first, end), own in own_rows(cut.get(0), part, matrix.shape[0]):
-        _copy(projection.pieces, own, matrix, slice(first, end), columns)
+    matrix = _ordered(part, entry.matrix()) if isinstance(entry, QuantizedEntry) else part.read(entry.mapped())
+    for rows, own in part.own_rows(cut.get(0), matrix.shape[0]):
+        _copy(projection.pieces, own, matrix, slice(*rows), _columns(cut, 1))
 
 
 def _fill_experts(projection: GroupedProjection, part: WeightPart, entry: TensorEntry, cut: Cut) -> None:
     target = projection.quantized
     assert target is not None
-    (low, high), *_ = cut.get(0, ((0, len(target.codes)),))
     assert isinstance(entry, QuantizedEntry)
-    columns, matrix = _columns(cut, 2), entry.matrix()
-    experts = range(low, high) if part.expert is None else [part.expert]
+    (low, high), *_ = cut.get(0, ((0, len(target.codes)),))
+    matrix, experts = entry.matrix(), range(low, high)
+    if part.expert is not None:
+        experts = range(max(low, part.expert), min(high, part.expert + 1))
     for e in experts:
-        if not low <= e < high:
-            continue
         one = _ordered(part, matrix if part.expert is not None else matrix.rows(slice(e, e + 1)).flat())
-        for (first, end), own in own_rows(cut.get(1), part, one.shape[0]):
-            piece = Rows(0, target.rows(slice(e - low, e - low + 1)).flat())
-            _copy((piece,), own, one, slice(first, end), columns)
-
-
-def _columns(cut: Cut, axis: int) -> Range | None:
-    ranges = cut.get(axis)
-    if ranges is None:
-        return None
-    assert len(ranges) == 1, "columns of a matrix are cut in one piece"
-    return ranges[0]
+        piece = Rows(0, target.rows(slice(e - low, e - low + 1)).flat())
+        for rows, own in part.own_rows(cut.get(1), one.shape[0]):
+            _copy((piece,), own, one, slice(*rows), _columns(cut, 2))
 
 
 def _ordered(part: WeightPart, matrix: QuantizedMatrix) -> QuantizedMatrix:
@@ -224,7 +204,7 @@ def _copy(
     if isinstance(matrix, Tensor):
         assert isinstance(target, Projection)
         target.weight[to].copy_(matrix[rows] if columns is None else matrix[rows, slice(*columns)])
-        return
-    assert isinstance(target, QuantizedMatrix)
-    source = matrix.rows(rows)
-    target.rows(to).copy_(source if columns is None else source.cut_columns(*columns))
+    else:
+        assert isinstance(target, QuantizedMatrix)
+        source = matrix.rows(rows)
+        target.rows(to).copy_(source if columns is None else source.cut_columns(*columns))

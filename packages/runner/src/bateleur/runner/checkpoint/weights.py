@@ -12,12 +12,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from bateleur.runner.checkpoint.names import Names, StorageForm, WeightPart
+from bateleur.runner.checkpoint.names import Names, StorageForm, WeightPart, embedding_name
 from bateleur.runner.checkpoint.quantized import Matrices, fill_quantized
-from bateleur.runner.checkpoint.slices import fill_weight
-from bateleur.runner.checkpoint.tensors import DTYPES, TensorEntry
-from bateleur.runner.models.sharding import WeightShard
+from bateleur.runner.models.sharding import Cut, WeightShard
 from bateleur.runner.models.spec import ModelSpec
+from bateleur.runner.utils.tensor_files import DTYPES, TensorEntry
 
 _LM_HEAD = "lm_head.weight"
 _OTHER_PARTS = "visual|vision_tower|vision_model|audio_tower|multi_modal_projector|mm_projector"
@@ -36,7 +35,7 @@ def resolve_tied(spec: ModelSpec, names: Names, tensors: Mapping[str, TensorEntr
     """
     if not spec.tie_word_embeddings:
         return spec, names
-    (embedding,) = (name for name, part in names.items() if part.target == "embedding")
+    embedding = embedding_name(names)
     if _LM_HEAD in tensors and embedding in tensors:
         return replace(spec, tie_word_embeddings=False), names
     absent = embedding if _LM_HEAD in tensors else _LM_HEAD
@@ -101,7 +100,38 @@ def fill_weights(
         elif share is not None and part.target in share.once:
             weights[part.target].zero_()
         else:
-            fill_weight(weights[part.target], part, entry, cut)
+            _fill(weights[part.target], part, entry, cut)
+
+
+def _fill(weight: Tensor, part: WeightPart, entry: TensorEntry, cut: Cut) -> None:
+    """Copy this rank's slice of one tensor into its `weight`.
+
+    cut: the rank's ranges of the whole weight, by axis; {} for all of it. Only they are read from the tensor.
+    """
+    shift, target = 0, weight
+    if part.expert is not None:
+        (first, end), *_ = cut.get(0, ((0, len(weight)),))
+        if not first <= part.expert < end:
+            return
+        shift, target = 1, weight[part.expert - first]
+    stored = entry.mapped()
+    stored = stored.transpose(-1, -2) if part.transposed else stored
+    columns = {axis - shift: ranges for axis, ranges in cut.items() if axis > shift}
+    if not columns:
+        stored = stored.reshape(-1, *target.shape[1:])
+    factors = part.row_factors(len(stored)) if part.factors else None
+    order = part.row_order(stored.shape[part.axis])
+    if order is not None and part.axis:
+        columns.setdefault(part.axis, ((0, stored.shape[part.axis]),))
+    for (first, end), own in part.own_rows(cut.get(shift), len(stored)):
+        tensor = stored[first:end] if order is None or part.axis else stored[order[first:end]]
+        for axis, ranges in columns.items():
+            lines = torch.arange(stored.shape[axis]) if order is None or axis != part.axis else order
+            tensor = tensor.index_select(axis, torch.cat([lines[a:b] for a, b in ranges]))
+        tensor = part.form.read(tensor.to(target.dtype) if entry.quantized else tensor)
+        if factors is not None:
+            tensor = tensor.float() * factors[first:end].view(-1, *[1] * (tensor.ndim - 1))
+        target[own[0] : own[1]].copy_(tensor)
 
 
 def _rows(weights: Mapping[str, Tensor], part: WeightPart) -> Tensor:

@@ -13,10 +13,10 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from bateleur.runner.checkpoint.names import Names, WeightPart
-from bateleur.runner.checkpoint.tensors import DTYPES
 from bateleur.runner.models.lora import is_adaptable
-from bateleur.runner.utils.arguments import Number, shown
-from bateleur.runner.utils.json_file import read_json
+from bateleur.runner.utils.arguments import Number, refuse, shown
+from bateleur.runner.utils.json_file import errors_in, read_json
+from bateleur.runner.utils.tensor_files import DTYPES
 
 _WEIGHT = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<matrix>[AB])(\.default)?\.weight")
 _REFUSED = (
@@ -59,7 +59,8 @@ def read_adapter(
     if not (config_file.is_file() and weights_file.is_file()):
         raise ValueError(f"lora_path={folder}: must hold {CONFIG} and {WEIGHTS}")
     config = read_json(config_file)
-    _check_config(config_file, config)
+    with errors_in(config_file):
+        _check_config(config)
     modules, stored, problems = _read_modules(weights_file, other_prefixes)
     parts: dict[str, list[tuple[WeightPart, Tensor, Tensor]]] = {}
     for module, pair in modules.items():
@@ -122,27 +123,26 @@ def _joined(found: Sequence[tuple[WeightPart, Tensor, Tensor]], rows: int) -> Lo
     return a, b
 
 
-def _check_config(file: Path, config: Mapping[str, Any]) -> None:
+def _check_config(config: Mapping[str, Any]) -> None:
     if config.get("peft_type") != "LORA":
-        raise ValueError(f"{file}: peft_type is {shown(config.get('peft_type'))}; it must be 'LORA'")
+        refuse("peft_type", config.get("peft_type"), "'LORA'")
     for name in _REFUSED:
         if config.get(name):
-            raise ValueError(f"{file}: {name} is {shown(config[name])}; adapters with it are not supported")
+            raise ValueError(f"{name} is {shown(config[name])}; adapters with it are not supported")
     if config.get("bias", "none") != "none":
-        raise ValueError(f"{file}: bias is {shown(config['bias'])}; it must be 'none'")
+        refuse("bias", config["bias"], "'none'")
     start = config.get("init_lora_weights")
     if isinstance(start, str) and start.startswith(_CHANGE_WEIGHTS):
-        raise ValueError(f"{file}: init_lora_weights is {start!r}, which changes the base weights; convert the adapter")
+        raise ValueError(f"init_lora_weights is {start!r}, which changes the base weights; convert the adapter")
     if not isinstance(patterns := config.get("alpha_pattern") or {}, dict):
-        raise ValueError(f"{file}: alpha_pattern is {shown(patterns)}; it must be an object")
-    try:
-        for name, alpha in {"lora_alpha": config.get("lora_alpha", 8), **patterns}.items():
-            re.compile(name)
-            Number()(name if name == "lora_alpha" else f"alpha_pattern[{name!r}]", alpha)
-    except re.error as error:
-        raise ValueError(f"{file}: alpha_pattern has {shown(error.pattern)}: {error}") from error
-    except ValueError as error:
-        raise ValueError(f"{file}: {error}") from error
+        refuse("alpha_pattern", patterns, "an object")
+    Number()("lora_alpha", config.get("lora_alpha", 8))
+    for pattern, alpha in patterns.items():
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise ValueError(f"alpha_pattern has {shown(error.pattern)}: {error}") from error
+        Number()(f"alpha_pattern[{pattern!r}]", alpha)
 
 
 def _problem(

@@ -14,6 +14,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
+from typing import TypeVar
 
 from bateleur.mamba import GatedDelta
 from bateleur.runner.distributed.ranks import Range, Ranks
@@ -22,27 +24,31 @@ from bateleur.runner.models.spec import (
     DeltaLayer,
     ExpertsLayer,
     LatentLayer,
-    Layer,
     MambaLayer,
     MlpLayer,
     ModelSpec,
-    ParallelLayer,
     ShortConvLayer,
     SingleLayer,
-    parts_of,
 )
 
+F = TypeVar("F", MlpLayer, ExpertsLayer)
 Cut = Mapping[int, tuple[Range, ...]]
 """Ranges of a weight that a rank has, by axis, in order; of other axes it has everything."""
+Cuts = dict[str, Cut]
+"""By name of the weight."""
 
 
 @dataclass(frozen=True, slots=True)
 class WeightShard:
-    """This rank's part of the weights of a layer or model: ranges (`cuts`), and biases that are 0 here (`once`)."""
+    """This rank's part of the weights of a model: ranges (`cuts`), and biases that are 0 here (`once`)."""
 
-    cuts: dict[str, Cut] = field(default_factory=dict)
+    cuts: Cuts = field(default_factory=dict)
     once: frozenset[str] = frozenset()
     """Weights that one rank adds and that are 0 on others: biases added after the sum."""
+
+
+_ONCE = ("o_bias", "out_bias", "down_bias", "latent_out_bias", "shared_down_bias")
+"""Biases after the sum over ranks."""
 
 
 def shard_model(spec: ModelSpec, ranks: Ranks) -> tuple[ModelSpec, WeightShard]:
@@ -52,19 +58,16 @@ def shard_model(spec: ModelSpec, ranks: Ranks) -> tuple[ModelSpec, WeightShard]:
     Raises ValueError, with the possible sizes, if a layer can't be divided.
     """
     vocabulary: Cut = {0: (ranks.about(spec.vocab_size),)}
-    cuts: dict[str, Cut] = {"embedding": vocabulary, "lm_head": vocabulary}
+    cuts: Cuts = {"embedding": vocabulary, "lm_head": vocabulary}
     once: set[str] = set()
-    layers: list[Layer] = []
-    for i, layer in enumerate(spec.layers):
-        parts = layer.parts if isinstance(layer, ParallelLayer) else (layer,)
-        own, shares = zip(*(shard_layer(part, ranks) for part in parts), strict=True)
-        parallel = isinstance(layer, ParallelLayer)
-        layers.append(replace(layer, parts=own) if isinstance(layer, ParallelLayer) else own[0])
-        for j, share in enumerate(shares):
-            prefix = f"layers.{i}.{j}." if parallel else f"layers.{i}."
-            cuts |= {prefix + name: cut for name, cut in share.cuts.items()}
-            once |= {prefix + name for name in share.once}
-    return replace(spec, layers=tuple(layers)), WeightShard(cuts, frozenset(once) if ranks.rank else frozenset())
+
+    def shard(prefix: str, layer: SingleLayer) -> SingleLayer:
+        own, of_layer = _shard_layer(layer, ranks)
+        cuts.update({prefix + name: cut for name, cut in of_layer.items()})
+        once.update(prefix + name for name in _ONCE if ranks.rank)
+        return own
+
+    return spec.with_branches(shard), WeightShard(cuts, frozenset(once))
 
 
 def shard_experts(spec: ModelSpec, ranks: Ranks) -> tuple[ModelSpec, WeightShard]:
@@ -73,26 +76,25 @@ def shard_experts(spec: ModelSpec, ranks: Ranks) -> tuple[ModelSpec, WeightShard
     Experts are whole and divided as evenly as possible. Raises ValueError for a model without experts, or with fewer
     experts than ranks.
     """
-    size, cuts = ranks.size, dict[str, Cut]()
-    layers: list[Layer] = []
-    for i, layer in enumerate(spec.layers):
-        parts = list(parts_of(layer))
-        for j, part in enumerate(parts):
-            if isinstance(part, ExpertsLayer):
-                if part.num_experts < size:
-                    raise ValueError(
-                        f"data_parallel_size is {size}; it must be at most the number of experts, {part.num_experts}"
-                    )
-                own = ranks.about(part.num_experts)
-                parts[j] = replace(part, own=own)
-                prefix = f"layers.{i}.{j}." if isinstance(layer, ParallelLayer) else f"layers.{i}."
-                cuts |= {prefix + name: {0: (own,)} for name in ("up_proj", "up_bias", "down_proj", "down_bias")}
-        layers.append(replace(layer, parts=tuple(parts)) if isinstance(layer, ParallelLayer) else parts[0])
+    size, cuts = ranks.size, Cuts()
+
+    def shard(prefix: str, layer: SingleLayer) -> SingleLayer:
+        if not isinstance(layer, ExpertsLayer):
+            return layer
+        if layer.num_experts < size:
+            raise ValueError(
+                f"data_parallel_size is {size}; it must be at most the number of experts, {layer.num_experts}"
+            )
+        own = ranks.about(layer.num_experts)
+        cuts.update({prefix + name: {0: (own,)} for name in ("up_proj", "up_bias", "down_proj", "down_bias")})
+        return replace(layer, own=own)
+
+    spec = spec.with_branches(shard)
     if not cuts:
         raise ValueError(
             f"data_parallel_size is {size}; it must be 1 for a model without experts: use bateleur serve --replicas"
         )
-    return replace(spec, layers=tuple(layers)), WeightShard(cuts)
+    return spec, WeightShard(cuts)
 
 
 def num_sums(spec: ModelSpec) -> int:
@@ -108,7 +110,7 @@ def sum_bytes(spec: ModelSpec, itemsize: int) -> int:
 def _squares(spec: ModelSpec) -> list[int]:
     """Return the number of sums of squares per token, for each norm over elements of several ranks."""
     counts = []
-    for part in (part for layer in spec.layers for part in parts_of(layer)):
+    for part in spec.mixers:
         if isinstance(part, AttentionLayer) and part.of_heads is not None:
             counts.append(2)
         if isinstance(part, MambaLayer) and part.norm != "gate only" and part.of_groups is not None:
@@ -116,8 +118,8 @@ def _squares(spec: ModelSpec) -> list[int]:
     return counts
 
 
-def shard_layer(layer: SingleLayer, ranks: Ranks) -> tuple[SingleLayer, WeightShard]:
-    """Return this rank's part of a layer, and its share of the weights by their names in the branch."""
+def _shard_layer(layer: SingleLayer, ranks: Ranks) -> tuple[SingleLayer, Cuts]:
+    """Return this rank's part of a layer, and of its weights by their names in the branch."""
     match layer:
         case LatentLayer():
             return _latent(layer, ranks)
@@ -128,129 +130,86 @@ def shard_layer(layer: SingleLayer, ranks: Ranks) -> tuple[SingleLayer, WeightSh
         case DeltaLayer():
             return _delta(layer, ranks)
         case ShortConvLayer():
-            return _short_conv(layer, ranks)
+            own = ranks.even("hidden_size", width := layer.state.channels)
+            rows = _stacked_rows([(own, width)] * 3)
+            cuts = _cuts(0, in_proj=rows, in_bias=rows, conv=(own,), conv_bias=(own,)) | _cuts(1, out_proj=(own,))
+            return replace(layer, state=replace(layer.state, channels=_size(own))), cuts
         case MlpLayer():
-            return _mlp(layer, ranks)
+            return _feed_forward(layer, ranks.even("intermediate_size", layer.intermediate_size), 0)
         case ExpertsLayer():
-            return _experts(layer, ranks)
+            inner = ranks.even("the experts' intermediate_size", layer.intermediate_size)
+            experts, cuts = _feed_forward(layer, inner, 1)
+            if layer.shared is not None:
+                channels = ranks.even("intermediate_size", layer.shared.intermediate_size)
+                shared, of_shared = _feed_forward(layer.shared, channels, 0)
+                experts = replace(experts, shared=shared)
+                cuts |= {f"shared_{name}": cut for name, cut in of_shared.items()}
+            return experts, cuts
 
 
-def _attention(layer: AttentionLayer, ranks: Ranks) -> tuple[SingleLayer, WeightShard]:
+def _attention(layer: AttentionLayer, ranks: Ranks) -> tuple[SingleLayer, Cuts]:
     head_dim, q, kv = layer.head_dim, layer.num_heads, layer.num_kv_heads
     own_q, own_kv = ranks.even("num_attention_heads", q), ranks.shared("num_key_value_heads", kv)
-    stacked = [*([(own_q, q)] if layer.gated else []), (own_q, q), (own_kv, kv), (own_kv, kv)]
-    rows = _stacked_rows([(_elements(own, head_dim), count * head_dim) for own, count in stacked])
-    cuts: dict[str, Cut] = {"qkv_proj": {0: rows}, "qkv_bias": {0: rows}, "o_proj": {1: (_elements(own_q, head_dim),)}}
-    if layer.sinks:
-        cuts["sinks"] = {0: (own_q,)}
+    heads = [*[(own_q, q)] * (1 + layer.gated), (own_kv, kv), (own_kv, kv)]
+    rows = _stacked_rows([(_elements(own, head_dim), count * head_dim) for own, count in heads])
+    queries, keys = (_elements(own_q, head_dim),), (_elements(own_kv, head_dim),)
+    cuts = _cuts(0, qkv_proj=rows, qkv_bias=rows, sinks=(own_q,)) | _cuts(1, o_proj=queries)
     if layer.qk_norm_whole:
-        cuts |= {"q_norm": {0: (_elements(own_q, head_dim),)}, "k_norm": {0: (_elements(own_kv, head_dim),)}}
+        cuts |= _cuts(0, q_norm=queries, k_norm=keys)
     of_heads = (q, kv) if layer.qk_norm_whole and not ranks.alone else None
     scales = {name: getattr(layer, name)[slice(*own_kv)] for name in ("k_scales", "v_scales")}
-    own = replace(layer, num_heads=_size(own_q), num_kv_heads=_size(own_kv), of_heads=of_heads, **scales)
-    return own, WeightShard(cuts, frozenset(("o_bias",)))
+    return replace(layer, num_heads=_size(own_q), num_kv_heads=_size(own_kv), of_heads=of_heads, **scales), cuts
 
 
-def _latent(layer: LatentLayer, ranks: Ranks) -> tuple[SingleLayer, WeightShard]:
+def _latent(layer: LatentLayer, ranks: Ranks) -> tuple[SingleLayer, Cuts]:
     heads, own = layer.num_heads, ranks.even("num_attention_heads", layer.num_heads)
     query, made = layer.key_dim + layer.shared_dim, layer.key_dim + layer.value_dim
     rest = heads * query, heads * query + layer.rank + layer.shared_dim
-    share = WeightShard(
-        {
-            "in_proj": {0: (_elements(own, query), rest)},
-            "latent_proj": {0: (_elements(own, made),)},
-            "o_proj": {1: (_elements(own, layer.value_dim),)},
-        }
-    )
-    return replace(layer, num_heads=_size(own), num_kv_heads=_size(own)), share
+    cuts = _cuts(0, in_proj=(_elements(own, query), rest), latent_proj=(_elements(own, made),))
+    cuts |= _cuts(1, o_proj=(_elements(own, layer.value_dim),))
+    return replace(layer, num_heads=_size(own), num_kv_heads=_size(own)), cuts
 
 
-def _mamba(layer: MambaLayer, ranks: Ranks) -> tuple[SingleLayer, WeightShard]:
+def _mamba(layer: MambaLayer, ranks: Ranks) -> tuple[SingleLayer, Cuts]:
     state = layer.state
     heads, groups = ranks.even("Mamba heads", state.num_heads), ranks.shared("n_groups", state.num_groups)
     inner, group_elements = _elements(heads, state.head_dim), _elements(groups, state.state_size)
     x, bc = (inner, state.inner_size), (group_elements, state.num_groups * state.state_size)
     conv = _stacked_rows([x, bc, bc])
     rows = _stacked_rows([x, x, bc, bc, (heads, state.num_heads)])  # the gate is as wide as x
-    share = WeightShard(
-        {
-            "in_proj": {0: rows},
-            "in_bias": {0: rows},
-            "conv": {0: conv},
-            "conv_bias": {0: conv},
-            **{name: {0: (heads,)} for name in ("A", "D", "dt_bias")},
-            "norm": {0: (inner,)},
-            "out_proj": {1: (inner,)},
-        },
-        frozenset(("out_bias",)),
-    )
+    cuts = _cuts(0, in_proj=rows, in_bias=rows, conv=conv, conv_bias=conv, norm=(inner,))
+    cuts |= _cuts(0, A=(heads,), D=(heads,), dt_bias=(heads,)) | _cuts(1, out_proj=(inner,))
     own = replace(state, num_heads=_size(heads), num_groups=_size(groups))
     of_groups = (groups[0], state.num_groups) if state.num_groups < ranks.size else None
-    return replace(layer, state=own, of_groups=of_groups), share
+    return replace(layer, state=own, of_groups=of_groups), cuts
 
 
-def _delta(layer: DeltaLayer, ranks: Ranks) -> tuple[SingleLayer, WeightShard]:
+def _delta(layer: DeltaLayer, ranks: Ranks) -> tuple[SingleLayer, Cuts]:
     state = layer.state
     (keys, values), (key_dim, value_dim) = state.heads, state.head_dims
     own_v, own_k = ranks.even("value heads", values), ranks.shared("key heads", keys)
-    qkv = [*[(_elements(own_k, key_dim), keys * key_dim)] * 2, (_elements(own_v, value_dim), values * value_dim)]
-    decay_dim = 1 if isinstance(state, GatedDelta) else key_dim
-    gate, decays = (
-        (_elements(own_v, value_dim), values * value_dim),
-        (_elements(own_v, decay_dim), values * decay_dim),
-    )
-    low = layer.rank
-    whole = None if low is None else ((0, low), low)
-    rows = _stacked_rows([*qkv, whole or gate, (own_v, values), whole or decays])
-    cuts: dict[str, Cut] = {
-        "in_proj": {0: rows},
-        "conv": {0: _stacked_rows(qkv)},
-        "A": {0: (own_v,)},
-        "dt_bias": {0: (own_v,)},
-        "out_proj": {1: (gate[0],)},
-    }
-    if low is not None:
-        cuts |= {"gate_proj": {0: (gate[0],)}, "decay_proj": {0: (decays[0],)}}
+    v, decay_dim = (_elements(own_v, value_dim), values * value_dim), 1 if isinstance(state, GatedDelta) else key_dim
+    qkv = [*[(_elements(own_k, key_dim), keys * key_dim)] * 2, v]
+    gate, decays = v, (_elements(own_v, decay_dim), values * decay_dim)
+    cuts = _cuts(0, conv=_stacked_rows(qkv), A=(own_v,), dt_bias=(own_v,)) | _cuts(1, out_proj=(v[0],))
+    if layer.rank is not None:
+        cuts |= _cuts(0, gate_proj=(gate[0],), decay_proj=(decays[0],))
+        gate = decays = (0, layer.rank), layer.rank  # every rank has all low-rank numbers
+    cuts |= _cuts(0, in_proj=_stacked_rows([*qkv, gate, (own_v, values), decays]))
     if isinstance(state, GatedDelta):
-        return replace(
-            layer, state=replace(state, num_key_heads=_size(own_k), num_value_heads=_size(own_v))
-        ), WeightShard(cuts)
-    return replace(layer, state=replace(state, num_heads=_size(own_v))), WeightShard(cuts)
+        return replace(layer, state=replace(state, num_key_heads=_size(own_k), num_value_heads=_size(own_v))), cuts
+    return replace(layer, state=replace(state, num_heads=_size(own_v))), cuts
 
 
-def _short_conv(layer: ShortConvLayer, ranks: Ranks) -> tuple[SingleLayer, WeightShard]:
-    width = layer.state.channels
-    own = ranks.even("hidden_size", width)
-    rows, conv = _stacked_rows([(own, width)] * 3), (own,)
-    share = WeightShard(
-        {"in_proj": {0: rows}, "in_bias": {0: rows}, "conv": {0: conv}, "conv_bias": {0: conv}, "out_proj": {1: conv}},
-        frozenset(("out_bias",)),
-    )
-    return replace(layer, state=replace(layer.state, channels=_size(own))), share
+def _feed_forward(layer: F, own: Range, axis: int) -> tuple[F, Cuts]:
+    """Return the layer with the intermediate channels `own`. axis: axis of the rows of its matrices."""
+    rows = _stacked_rows([(own, layer.intermediate_size)] * (1 + layer.gated))
+    cuts = _cuts(axis, up_proj=rows, up_bias=rows) | _cuts(axis + 1, down_proj=(own,))
+    return replace(layer, intermediate_size=_size(own)), cuts
 
 
-def _mlp(layer: MlpLayer, ranks: Ranks) -> tuple[MlpLayer, WeightShard]:
-    inner = layer.intermediate_size
-    own = ranks.even("intermediate_size", inner)
-    rows = _stacked_rows([(own, inner)] * (2 if layer.gated else 1))
-    cuts: dict[str, Cut] = {"up_proj": {0: rows}, "up_bias": {0: rows}, "down_proj": {1: (own,)}}
-    return replace(layer, intermediate_size=_size(own)), WeightShard(cuts, frozenset(("down_bias",)))
-
-
-def _experts(layer: ExpertsLayer, ranks: Ranks) -> tuple[SingleLayer, WeightShard]:
-    inner = layer.intermediate_size
-    own = ranks.even("the experts' intermediate_size", inner)
-    rows = _stacked_rows([(own, inner)] * (2 if layer.gated else 1))
-    share = WeightShard(
-        {"up_proj": {1: rows}, "up_bias": {1: rows}, "down_proj": {2: (own,)}},
-        frozenset(("latent_out_bias", "down_bias")),
-    )
-    shared = layer.shared
-    if shared is not None:
-        shared, of_shared = _mlp(shared, ranks)
-        share.cuts.update({f"shared_{name}": cut for name, cut in of_shared.cuts.items()})
-        share = replace(share, once=share.once | {f"shared_{name}" for name in of_shared.once})
-    return replace(layer, intermediate_size=_size(own), shared=shared), share
+def _cuts(axis: int, **ranges: tuple[Range, ...]) -> Cuts:
+    return {name: {axis: each} for name, each in ranges.items()}
 
 
 def _size(own: Range) -> int:
@@ -262,14 +221,7 @@ def _elements(own: Range, size: int) -> Range:
     return own[0] * size, own[1] * size
 
 
-def _moved(own: Range, start: int) -> Range:
-    return own[0] + start, own[1] + start
-
-
 def _stacked_rows(parts: list[tuple[Range, int]]) -> tuple[Range, ...]:
     """Return this rank's row ranges in several stacked matrices. parts: (own rows, number of rows) of each matrix."""
-    ranges, start = [], 0
-    for own, count in parts:
-        ranges.append(_moved(own, start))
-        start += count
-    return tuple(ranges)
+    starts = accumulate((count for _, count in parts), initial=0)
+    return tuple((own[0] + start, own[1] + start) for (own, _), start in zip(parts, starts, strict=False))

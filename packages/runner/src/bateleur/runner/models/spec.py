@@ -7,8 +7,9 @@ as long. Branches that read the same norm, as in Falcon-H1, are the parts of a `
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal, get_args
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Literal
 
 from bateleur.mamba import GatedDelta, KimiDelta, Mamba2, Recurrence, ShortConv
 from bateleur.runner.models.rope import DynamicRope, RopeSpec
@@ -50,13 +51,8 @@ class AttentionLayer:
     """Scale of each value head in an FP8 cache, likewise."""
 
     def __post_init__(self) -> None:
-        _positive(self, "num_heads", "num_kv_heads", "head_dim")
-        if self.num_heads % self.num_kv_heads:
-            raise ValueError(f"num_kv_heads is {self.num_kv_heads}; it must divide num_heads = {self.num_heads}")
         if self.rope is not None and self.rope.rotary_dim > self.head_dim:
             raise ValueError(f"rotary_dim is {self.rope.rotary_dim}; it must not exceed head_dim = {self.head_dim}")
-        if self.sliding_window is not None:
-            _positive(self, "sliding_window")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,10 +72,6 @@ class LatentLayer(AttentionLayer):
     norm_eps: float
     """Epsilon of the latent's norm."""
 
-    def __post_init__(self) -> None:
-        AttentionLayer.__post_init__(self)
-        _positive(self, "rank", "key_dim", "shared_dim", "value_dim")
-
 
 @dataclass(frozen=True, slots=True)
 class MlpLayer:
@@ -89,10 +81,6 @@ class MlpLayer:
     activation: Activation = "silu"
     gated: bool = True
     bias: bool = False
-
-    def __post_init__(self) -> None:
-        _positive(self, "intermediate_size")
-        _known(self.activation)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,15 +104,6 @@ class RouterSpec:
     num_groups: int = 1
     top_groups: int = 1
     """Number of groups to choose from, ranked by the sum of their two best scores."""
-
-    def __post_init__(self) -> None:
-        _positive(self, "num_groups", "top_groups")
-        if self.scores not in ("softmax", "sigmoid"):
-            raise ValueError(f"scores is {self.scores!r}; supported are 'softmax' and 'sigmoid'")
-        if self.top_groups > self.num_groups:
-            raise ValueError(f"top_groups is {self.top_groups}; it must be at most num_groups = {self.num_groups}")
-        if self.scores == "softmax" and (self.corrected or self.num_groups > 1):
-            raise ValueError("scores is 'softmax'; a correction and groups need 'sigmoid'")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,24 +134,6 @@ class ExpertsLayer:
         """Number of experts on this rank."""
         return self.num_experts if self.own is None else self.own[1] - self.own[0]
 
-    def __post_init__(self) -> None:
-        _positive(self, "num_experts", "top_k", "intermediate_size")
-        if self.latent_size is not None:
-            _positive(self, "latent_size")
-        _known(self.activation)
-        count, groups = self.num_experts, self.router.num_groups
-        if count % groups:
-            raise ValueError(f"num_groups is {groups}; it must divide num_experts = {count}")
-        if groups > 1 and count < 2 * groups:
-            raise ValueError(f"num_groups is {groups}; a group needs two of num_experts = {count}")
-        if self.top_k > (most := count // groups * self.router.top_groups):
-            raise ValueError(
-                f"top_k is {self.top_k}; it must be at most {most} of num_experts = {count}, in "
-                f"{self.router.top_groups} of {groups} groups"
-            )
-        if self.shared_gate and self.shared is None:
-            raise ValueError("shared_gate is True and shared None; it must be False without shared experts")
-
 
 @dataclass(frozen=True, slots=True)
 class RecurrentLayer:
@@ -181,9 +142,6 @@ class RecurrentLayer:
     state: Recurrence
     chunk_size: int
     """Maximum tokens of a chunk in a scan."""
-
-    def __post_init__(self) -> None:
-        _positive(self, "chunk_size")
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,11 +167,6 @@ class DeltaLayer(RecurrentLayer):
     rank: int | None = None
     """Rank of low-rank projections to gates and decays; None if they are single matrices."""
 
-    def __post_init__(self) -> None:
-        _positive(self, "chunk_size")
-        if self.rank is not None:
-            _positive(self, "rank")
-
 
 @dataclass(frozen=True, slots=True)
 class ShortConvLayer(RecurrentLayer):
@@ -232,23 +185,11 @@ class ParallelLayer:
     """Branches that read the same norm. Their outputs are multiplied by factors and added to the residual stream."""
 
     parts: tuple[SingleLayer, ...]
-    factors: tuple[float, ...]
+    factors: tuple[float, ...] = (1.0,)
     norm_last: bool = False
-    """Whether the mixers read the stream, and their output is normalised instead."""
+    """Whether the only part reads the stream, and its output is normalised instead."""
     output_norm: bool = False
-    """Whether a second norm is applied to what the part returns."""
-
-    def __post_init__(self) -> None:
-        if (self.norm_last or self.output_norm) and len(self.parts) > 1:
-            raise ValueError(
-                f"norm_last or output_norm is True; it goes with one part, and parts has {len(self.parts)} entries"
-            )
-        if self.norm_last and self.output_norm:
-            raise ValueError("norm_last and output_norm are True; what a part returns has one norm")
-        if not self.parts or len(self.parts) != len(self.factors):
-            raise ValueError(
-                f"parts has {len(self.parts)} entries and factors {len(self.factors)}; each part needs a factor"
-            )
+    """Whether a second norm is applied to what the only part returns."""
 
 
 Layer = SingleLayer | ParallelLayer
@@ -257,6 +198,13 @@ Layer = SingleLayer | ParallelLayer
 def parts_of(layer: Layer) -> tuple[SingleLayer, ...]:
     """Return the branches of a layer: the layer itself, or the parts of a parallel layer."""
     return layer.parts if isinstance(layer, ParallelLayer) else (layer,)
+
+
+def prefixed(i: int, layer: Layer) -> list[tuple[str, SingleLayer]]:
+    """Return the branches of layer i with the prefixes of their weights: `layers.3.`, or `layers.3.1.` in parallel."""
+    if isinstance(layer, ParallelLayer):
+        return [(f"layers.{i}.{j}.", part) for j, part in enumerate(layer.parts)]
+    return [(f"layers.{i}.", layer)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,16 +239,16 @@ class ModelSpec:
     """Entries of `layers` per layer of the checkpoint: 2 for a mixer and an MLP."""
 
     def __post_init__(self) -> None:
-        _positive(self, "vocab_size", "hidden_size", "max_position_embeddings")
         if not self.layers:
             raise ValueError("layers is empty; a model needs at least one")
-        if len(self.layers) % self.branches_per_layer:
-            raise ValueError(
-                f"layers has {len(self.layers)} entries; it must be a multiple of branches_per_layer = "
-                f"{self.branches_per_layer}"
-            )
-        if self.logits_divisor == 0.0:
-            raise ValueError("logits_divisor is 0; logits are divided by it")
+
+    def with_branches(self, change: Callable[[str, SingleLayer], SingleLayer]) -> ModelSpec:
+        """Return the spec with `change(prefix, branch)` in place of every branch, see `prefixed`."""
+        layers: list[Layer] = []
+        for i, layer in enumerate(self.layers):
+            parts = tuple(change(prefix, part) for prefix, part in prefixed(i, layer))
+            layers.append(replace(layer, parts=parts) if isinstance(layer, ParallelLayer) else parts[0])
+        return replace(self, layers=tuple(layers))
 
     @property
     def longest(self) -> int:
@@ -354,14 +302,3 @@ class ModelSpec:
     def recurrent(self) -> tuple[RecurrentLayer, ...]:
         """Recurrent layers, in the order of the state pool."""
         return tuple(each for each in self.mixers if isinstance(each, RecurrentLayer))
-
-
-def _positive(spec: object, *names: str) -> None:
-    for name in names:
-        if (value := getattr(spec, name)) < 1:
-            raise ValueError(f"{name} is {value}; it must be at least 1")
-
-
-def _known(activation: str) -> None:
-    if activation not in (known := get_args(Activation)):
-        raise ValueError(f"activation is {activation!r}; supported are {', '.join(map(repr, known))}")

@@ -36,3 +36,14 @@ def pack_nibbles(codes: Tensor) -> Tensor:
     if codes.shape[-1] % 2:
         codes = torch.nn.functional.pad(codes, (0, 1))
     return codes[..., 0::2] | codes[..., 1::2] << 4
+
+
+def signed(codes: Tensor) -> Tensor:
+    """Return unsigned 8-bit codes less 128, as int8."""
+    return codes.bitwise_xor(0x80).view(torch.int8)
+
+
+def group_table(index: Tensor, group: int) -> Tensor | None:
+    """Return the scale group of each column, (K,) int32; None if groups are `group` consecutive columns."""
+    consecutive = torch.arange(index.numel(), dtype=index.dtype) // group
+    return None if torch.equal(index, consecutive) else index

@@ -10,19 +10,9 @@ import torch
 from torch import Tensor
 
 from bateleur.runner.models.quantized import Layout, QuantizedMatrix, Scheme
-from bateleur.runner.quantization.bits import unpack_rows
+from bateleur.runner.quantization.bits import group_table, signed, unpack_rows
 from bateleur.runner.quantization.matching import each_object, integer, listed, objects, pair, strings
-from bateleur.runner.quantization.module import (
-    Module,
-    QuantizedReader,
-    check_codes,
-    check_scales,
-    float_scheme,
-    group_size,
-    row_scales,
-    scale_dtype,
-    words,
-)
+from bateleur.runner.quantization.module import Block, Module, QuantizedReader
 from bateleur.runner.quantization.nvfp4 import nvfp4_matrix, nvfp4_scheme, nvfp4_shape
 from bateleur.runner.utils.arguments import refuse
 
@@ -52,7 +42,7 @@ class CompressedTensorsReader(QuantizedReader):
     )
 
     def __init__(self, fields: Mapping[str, Any]) -> None:
-        super().__init__(fields)
+        super().__init__(fields, listed, "ignore")
         groups = list(each_object(fields, "config_groups").values())
         for each in (fields, *groups):
             if (form := each.get("format")) not in (None, *FORMATS):
@@ -66,7 +56,6 @@ class CompressedTensorsReader(QuantizedReader):
         if sparse.get("format", "dense") != "dense":
             raise ValueError("quantization_config: sparsity_config is set; sparse weights are not supported")
         self._groups = [(strings(each, "targets"), objects(each, "weights")) for each in groups]
-        self._ignored = strings(fields, "ignore")
         for _, weights in self._groups:
             integer(weights, "num_bits", 8)
             integer(weights, "group_size", -1)
@@ -74,22 +63,18 @@ class CompressedTensorsReader(QuantizedReader):
             if weights.get("strategy") not in (None, *_STRATEGIES):
                 refuse("quantization_config: strategy", weights["strategy"], f"one of {', '.join(_STRATEGIES)}")
 
-    def excludes(self, names: tuple[str, ...]) -> bool:
-        """Return whether the configuration leaves a module with one of these names unquantised."""
-        return any(listed(entry, names) for entry in self._ignored)
-
     def shape(self, module: Module) -> tuple[int, ...]:
-        """Return the shape (N, K) or (E, N, K) of the weight. Raises ValueError if sizes do not match."""
-        if _GLOBAL in module.parts:
+        """Return the shape (N, K) or (E, N, K) of the weight."""
+        if _GLOBAL in module:
             return nvfp4_shape(module, "weight_packed")
-        if "weight_packed" not in module.parts:
+        if "weight_packed" not in module:
             if module["weight"].dtype not in ("F8_E4M3", "I8"):
                 raise module.refuse("weight", "with a scale its dtype must be F8_E4M3 or I8")
             return module["weight"].shape
         packed, bits = module["weight_packed"], self._bits(module)
         *lead, width = packed.shape
         columns = width * 32 // bits
-        if "weight_shape" in module.parts:
+        if "weight_shape" in module:
             said = tuple(module["weight_shape"].mapped().flatten().tolist())
             if said[:-1] != tuple(lead):
                 raise module.refuse("weight_packed", f"weight_shape is {said}")
@@ -100,58 +85,52 @@ class CompressedTensorsReader(QuantizedReader):
         return (*lead, columns)
 
     def scheme(self, module: Module) -> Scheme:
-        """Return the quantisation scheme of the weight. Raises ValueError if it is not supported."""
-        zeros = "weight_zero_point" in module.parts and not self._is_fp8(module)
-        weights = self._weights(module)
+        """Return the quantisation scheme of the weight."""
+        fp8 = "weight" in module and module["weight"].dtype == "F8_E4M3"
+        zeros, weights = "weight_zero_point" in module and not fp8, self._weights(module)
         if weights.get("symmetric") is False and weights.get("type") != "float" and not zeros:
             raise ValueError(f"{module.names[0]}: has no weight_zero_point, but symmetric is false")
-        if _GLOBAL in module.parts:
+        if _GLOBAL in module:
             return nvfp4_scheme(divides=True)
-        if "weight_packed" not in module.parts:
-            found = float_scheme(module, "weight_scale", self._block(module))
-            return Scheme(found.layout, found.group, found.scale_dtype, zeros)
-        columns, scales = self.shape(module)[-1], module["weight_scale"]
+        if "weight_packed" not in module:
+            return module.float_scheme("weight_scale", self._block(module), zeros=zeros)
         layout = Layout.I4 if self._bits(module) == 4 else Layout.I8
-        said = self._weights(module).get("group_size") or -1
-        group = group_size(columns, math.prod(scales.shape[-1:]), int(said), module)
+        groups = math.prod(module["weight_scale"].shape[-1:])
+        group = module.group_size(self.shape(module)[-1], groups, int(weights.get("group_size") or -1))
         indexed = _index(module, group) is not None
-        return Scheme(layout, group, scale_dtype(module, "weight_scale"), zeros, indexed=indexed)
+        return Scheme(layout, group, module.float_dtype("weight_scale"), zeros, indexed=indexed)
 
     def load(self, module: Module) -> QuantizedMatrix:
-        """Return codes and scales of the weight on the CPU, as views of the file if possible."""
-        if _GLOBAL in module.parts:
+        """Return codes and scales of the weight, as views of the file if possible."""
+        if _GLOBAL in module:
             return nvfp4_matrix(module, "weight_packed", _GLOBAL, divides=True)
         shape, scheme = self.shape(module), self.scheme(module)
-        if "weight_packed" in module.parts:
+        if "weight_packed" in module:
             return self._packed(module, shape, scheme)
-        block = self._block(module)
-        scales = check_scales(module, "weight_scale", row_scales(module, "weight_scale", block, shape))
-        codes = module["weight"].mapped()
-        zeros = None
+        block, zeros = self._block(module), None
+        scales = module.row_scales("weight_scale", block, shape)
         if scheme.layout is Layout.F8:
-            check_codes(module, "weight", codes)
-            if "weight_zero_point" in module.parts and module["weight_zero_point"].mapped().any():
+            codes = module.e4m3("weight")
+            if "weight_zero_point" in module and module["weight_zero_point"].mapped().any():
                 raise module.refuse("weight_zero_point", "floating-point codes have no zero point other than 0")
-        elif scheme.zeros:
-            zeros = row_scales(module, "weight_zero_point", block, shape)
+        else:
+            codes = module["weight"].mapped()
+            zeros = module.row_scales("weight_zero_point", block, shape) if scheme.zeros else None
         return QuantizedMatrix(scheme, shape[-1], codes, scales, zeros)
 
     def _packed(self, module: Module, shape: tuple[int, ...], scheme: Scheme) -> QuantizedMatrix:
         bits, columns = self._bits(module), shape[-1]
         # Words are little-endian, and a nibble of I4 is that of the word.
-        codes = module["weight_packed"].mapped().contiguous().view(torch.uint8)
-        codes = codes[..., : -(-columns * bits // 8)]
+        codes = module["weight_packed"].mapped().contiguous().view(torch.uint8)[..., : -(-columns * bits // 8)]
         zeros = None
         if scheme.zeros:
-            packed = words(module, "weight_zero_point")
+            packed = module.words("weight_zero_point")
             if packed.ndim < 2 or packed.shape[-2] != -(-shape[-2] * bits // 32):
                 raise module.refuse("weight_zero_point", f"it must hold {shape[-2]} rows of {bits} bits, packed")
             zeros = unpack_rows(packed, bits, shape[-2])
-        if scheme.layout is Layout.I8:  # unsigned codes, 128 more than the signed ones
-            codes = codes.bitwise_xor(0x80).view(torch.int8)
-            zeros = None if zeros is None else zeros.bitwise_xor(0x80).view(torch.int8)
-        scales = check_scales(module, "weight_scale", module["weight_scale"].mapped())
-        index = _index(module, scheme.group)
+        if scheme.layout is Layout.I8:
+            codes, zeros = signed(codes), None if zeros is None else signed(zeros)
+        scales, index = module.finite("weight_scale"), _index(module, scheme.group)
         return QuantizedMatrix(scheme, columns, codes, scales, zeros, index=index)
 
     def _weights(self, module: Module) -> dict[str, Any]:
@@ -167,16 +146,13 @@ class CompressedTensorsReader(QuantizedReader):
             raise ValueError(f"{module.names[0]}: is quantised, but no group of quantization_config names it")
         return min(found, key=lambda each: each[0])[1]
 
-    def _is_fp8(self, module: Module) -> bool:
-        return "weight" in module.parts and module["weight"].dtype == "F8_E4M3"
-
     def _bits(self, module: Module) -> int:
         bits = self._weights(module).get("num_bits")
         if bits not in (4, 8):
             raise ValueError(f"{module.names[0]}: num_bits is {bits!r}; supported for packed weights are 4 and 8")
         return int(bits)
 
-    def _block(self, module: Module) -> tuple[int, int] | None:
+    def _block(self, module: Module) -> Block:
         weights = self._weights(module)
         size = pair(weights, "block_structure")
         return (128, 128) if size is None and weights.get("strategy") == "block" else size
@@ -184,10 +160,7 @@ class CompressedTensorsReader(QuantizedReader):
 
 def _index(module: Module, group: int) -> Tensor | None:
     """Return the scale group of each column, (K,) int32; None if groups are consecutive columns."""
-    if "weight_g_idx" not in module.parts:
+    if "weight_g_idx" not in module:
         return None
     index = module["weight_g_idx"].mapped()
-    columns = math.prod(index.shape)
-    if (index < 0).any() or torch.equal(index, torch.arange(columns, dtype=index.dtype) // group):
-        return None
-    return index
+    return None if (index < 0).any() else group_table(index, group)

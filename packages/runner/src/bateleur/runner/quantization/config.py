@@ -14,7 +14,7 @@ from bateleur.runner.quantization.matching import objects
 from bateleur.runner.quantization.modelopt import ModeloptReader
 from bateleur.runner.quantization.module import QuantizedReader
 from bateleur.runner.quantization.mxfp4 import Mxfp4Reader
-from bateleur.runner.utils.json_file import read_json
+from bateleur.runner.utils.json_file import errors_in, read_json
 
 READERS: dict[str, Callable[[Mapping[str, Any]], QuantizedReader]] = {
     "fp8": Fp8Reader,
@@ -51,17 +51,16 @@ def quantization_fields(path: Path, config: Mapping[str, Any]) -> tuple[Path, Ma
     The fields are empty without quantisation. config: fields of config.json. Raises ValueError if they are no object.
     """
     file = path / "config.json"
-    try:
+    with errors_in(file):
         fields = _fields(config)
-        for name, method in _FALLBACKS:
-            if not fields and (path / name).is_file():
-                file = path / name
-                found = read_json(file)
+    for name, method in _FALLBACKS:
+        if not fields and (path / name).is_file():
+            file = path / name
+            found = read_json(file)
+            with errors_in(file):
                 inner = objects(found, "quantization") if "quantization" in found else found
-                fields = {"quant_method": method, **inner}
-        return file, fields
-    except ValueError as error:
-        raise ValueError(f"{file}: {error}") from error
+            fields = {"quant_method": method, **inner}
+    return file, fields
 
 
 def read_quantization(path: Path, config: Mapping[str, Any]) -> QuantizedReader | None:
@@ -70,10 +69,8 @@ def read_quantization(path: Path, config: Mapping[str, Any]) -> QuantizedReader 
     Raises ValueError for an unsupported quantisation method, or an unsupported option of the method.
     """
     file, fields = quantization_fields(path, config)
-    try:
+    with errors_in(file):
         return reader_of(fields) if fields else None
-    except ValueError as error:
-        raise ValueError(f"{file}: {error}") from error
 
 
 def reader_of(fields: Mapping[str, Any]) -> QuantizedReader:

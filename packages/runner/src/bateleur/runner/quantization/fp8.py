@@ -6,15 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from bateleur.runner.models.quantized import QuantizedMatrix, Scheme
-from bateleur.runner.quantization.matching import ends_with, pair, strings
-from bateleur.runner.quantization.module import (
-    Module,
-    QuantizedReader,
-    check_codes,
-    check_scales,
-    float_scheme,
-    row_scales,
-)
+from bateleur.runner.quantization.matching import ends_with, pair
+from bateleur.runner.quantization.module import Block, Module, QuantizedReader
 
 
 class Fp8Reader(QuantizedReader):
@@ -23,37 +16,27 @@ class Fp8Reader(QuantizedReader):
     parts = frozenset(("weight", "weight_scale_inv")), frozenset(("weight", "weight_scale"))
 
     def __init__(self, fields: Mapping[str, Any]) -> None:
-        super().__init__(fields)
+        super().__init__(fields, ends_with, "ignored_layers", "modules_to_not_convert")
         if fields.get("fmt") not in (None, "e4m3"):
             raise ValueError(f"quantization_config: fmt is {fields['fmt']!r}; supported is 'e4m3'")
-        self.block = pair(fields, "weight_block_size")
-        self._ignored = strings(fields, "ignored_layers") + strings(fields, "modules_to_not_convert")
+        self._block = pair(fields, "weight_block_size")
 
     def shape(self, module: Module) -> tuple[int, ...]:
-        """Return the shape of the weight. Raises ValueError if its dtype is not e4m3."""
+        """Return the shape of the weight, which must be e4m3."""
         if module["weight"].dtype != "F8_E4M3":
             raise module.refuse("weight", "with a scale its dtype must be F8_E4M3")
         return module["weight"].shape
 
     def scheme(self, module: Module) -> Scheme:
         """Return the quantisation scheme of the weight: e4m3 with one scale per block, row or tensor."""
-        return float_scheme(module, _scale(module), self.block_of(module))
-
-    def block_of(self, module: Module) -> tuple[int, int] | None:
-        """Return the rows and columns with a common scale; None for one scale of the tensor or of each row."""
-        return self.block if "weight_scale_inv" in module.parts or self.block else None
+        return module.float_scheme(*self._scales(module))
 
     def load(self, module: Module) -> QuantizedMatrix:
-        """Return codes and scales of the weight on the CPU, as views of the file if possible."""
-        scale, shape = _scale(module), self.shape(module)
-        scales = check_scales(module, scale, row_scales(module, scale, self.block_of(module), shape))
-        codes = check_codes(module, "weight", module["weight"].mapped())
-        return QuantizedMatrix(self.scheme(module), shape[-1], codes, scales)
+        """Return codes and scales of the weight."""
+        shape = self.shape(module)
+        scales = module.row_scales(*self._scales(module), shape)
+        return QuantizedMatrix(self.scheme(module), shape[-1], module.e4m3("weight"), scales)
 
-    def excludes(self, names: tuple[str, ...]) -> bool:
-        """Return whether the configuration leaves a module with one of these names unquantised."""
-        return any(ends_with(entry, names) for entry in self._ignored)
-
-
-def _scale(module: Module) -> str:
-    return "weight_scale_inv" if "weight_scale_inv" in module.parts else "weight_scale"
+    def _scales(self, module: Module) -> tuple[str, Block]:
+        """Return the name of the scales, and the rows and columns of a block."""
+        return ("weight_scale_inv" if "weight_scale_inv" in module else "weight_scale"), self._block

@@ -7,21 +7,12 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from bateleur.runner.models.quantized import Layout, QuantizedMatrix, Scheme
-from bateleur.runner.quantization.bits import pack_nibbles, unpack_columns
+from bateleur.runner.quantization.bits import group_table, pack_nibbles, signed, unpack_columns
 from bateleur.runner.quantization.matching import each_object, integer, starts_with, strings
-from bateleur.runner.quantization.module import (
-    Module,
-    QuantizedReader,
-    check_scales,
-    group_size,
-    scale_dtype,
-    sides,
-    words,
-)
+from bateleur.runner.quantization.module import Module, QuantizedReader
 from bateleur.runner.utils.arguments import refuse
 
 _FORMATS = ("gptq", "gptq_v2")
@@ -44,8 +35,11 @@ class GptqReader(QuantizedReader):
             raise ValueError(f"quantization_config: pack_dtype is {fields['pack_dtype']!r}; supported is 'int32'")
         self.less_one = form == "gptq"
         self._inside = strings(fields, "modules_in_block_to_quantize")
-        self._dynamic = list(each_object(fields, "dynamic").items())
-        for each in (fields, *(own for _, own in self._dynamic)):
+        dynamic = each_object(fields, "dynamic")
+        self._dynamic = [
+            (each[:2] == "-:", each.removeprefix("-:").removeprefix("+:"), dynamic[each]) for each in dynamic
+        ]
+        for each in (fields, *dynamic.values()):
             integer(each, "bits", 4)
             integer(each, "group_size", -1)
             if each.get("sym") not in (None, True, False):
@@ -53,57 +47,48 @@ class GptqReader(QuantizedReader):
 
     def excludes(self, names: tuple[str, ...]) -> bool:
         """Return whether the configuration leaves a module with one of these names unquantised."""
-        for pattern, _ in self._dynamic:
-            if starts_with(pattern.removeprefix("-:").removeprefix("+:"), names):
-                return pattern.startswith("-:")
+        for without, pattern, _ in self._dynamic:
+            if starts_with(pattern, names):
+                return without
         return bool(self._inside) and not any(name.endswith(self._inside) for name in names)
 
     def shape(self, module: Module) -> tuple[int, ...]:
         """Return the shape (N, K) of the weight."""
-        height, rows = sides(module, "qweight")
+        height, rows = module.sides("qweight")
         return rows, height * 32 // self._bits(module)
 
     def scheme(self, module: Module) -> Scheme:
-        """Return the quantisation scheme of the weight. Raises ValueError if it is not supported."""
+        """Return the quantisation scheme of the weight."""
         columns, groups = self.shape(module)[1], module["scales"].shape[0]
-        group = group_size(columns, groups, self._said(module, "group_size") or -1, module)
+        group = module.group_size(columns, groups, self._said(module, "group_size") or -1)
         layout = Layout.I4 if self._bits(module) == 4 else Layout.I8
-        zeros, indexed = not self._symmetric(module), self._index(module, group) is not None
-        return Scheme(layout, group, scale_dtype(module, "scales"), zeros, indexed=indexed)
+        # With `sym`, all zero points are 2^(bits - 1), and `qzeros` hold this number, or one less.
+        zeros, indexed = self._said(module, "sym") is False, self._index(module, group) is not None
+        return Scheme(layout, group, module.float_dtype("scales"), zeros, indexed=indexed)
 
     def load(self, module: Module) -> QuantizedMatrix:
-        """Return codes, scales and zeros of the weight on the CPU."""
+        """Return codes, scales and zeros of the weight."""
         bits, scheme, (rows, columns) = self._bits(module), self.scheme(module), self.shape(module)
         codes = unpack_columns(module["qweight"].mapped().T, bits)
-        found = self._zeros(module, bits, rows).T.contiguous()
+        stored = unpack_columns(module.words("qzeros"), bits)[:, :rows]
+        # Version 1 stores zero points (G, N) less one, modulo 2^bits.
+        found = ((stored + int(self.less_one)) & ((1 << bits) - 1)).T.contiguous()
         zeros = found if scheme.zeros else None
         if zeros is None:
-            stored = found - int(self.less_one)
-            if ((stored != (1 << bits - 1)) & (stored != (1 << bits - 1) - 1)).any():
+            written = found - int(self.less_one)
+            if ((written != (1 << bits - 1)) & (written != (1 << bits - 1) - 1)).any():
                 warnings.warn(_UNUSED_ZEROS, stacklevel=2)
         if bits == 8:
-            codes = codes.bitwise_xor(0x80).view(torch.int8)
-            zeros = None if zeros is None else zeros.bitwise_xor(0x80).view(torch.int8)
+            codes, zeros = signed(codes), None if zeros is None else signed(zeros)
         else:
             codes = pack_nibbles(codes)
-        scales = check_scales(module, "scales", module["scales"].mapped().T.contiguous())
+        scales = module.finite("scales").T.contiguous()
         return QuantizedMatrix(scheme, columns, codes, scales, zeros, index=self._index(module, scheme.group))
-
-    def _zeros(self, module: Module, bits: int, rows: int) -> Tensor:
-        """Return the zero points (G, N) uint8. Version 1 stores them less one, so 1 is added modulo 2^bits."""
-        zeros = unpack_columns(words(module, "qzeros"), bits)[:, :rows]
-        return (zeros + int(self.less_one)) & ((1 << bits) - 1)
-
-    def _symmetric(self, module: Module) -> bool:
-        """Return whether all zero points are 2^(bits - 1). `qzeros` then hold this number, or one less."""
-        return self._said(module, "sym") is not False
 
     def _said(self, module: Module, name: str) -> Any:
         """Return a field of the first `dynamic` entry that matches the module, or else of the configuration."""
-        for pattern, own in self._dynamic:
-            if starts_with(pattern.removeprefix("-:").removeprefix("+:"), module.names):
-                return own.get(name, self.fields.get(name))
-        return self.fields.get(name)
+        own = next((own for _, pattern, own in self._dynamic if starts_with(pattern, module.names)), {})
+        return own.get(name, self.fields.get(name))
 
     def _bits(self, module: Module) -> int:
         """Return the bits per code of a module, computed from the widths of `qzeros` and `scales`."""
@@ -117,16 +102,14 @@ class GptqReader(QuantizedReader):
 
     def _index(self, module: Module, group: int) -> Tensor | None:
         """Return the scale group of each column, (K,) int32 (act order); None if groups are consecutive columns."""
-        if "g_idx" not in module.parts:
-            if self._said(module, "desc_act"):
-                raise ValueError(f"{module.names[0]}: has no g_idx, which desc_act of quantization_config needs")
-            return None
-        index, columns = module["g_idx"].mapped(), self.shape(module)[1]
-        if index.shape != (columns,):
-            raise module.refuse("g_idx", f"it must hold the group of each of {columns} columns")
-        if torch.equal(index, torch.arange(columns, dtype=index.dtype) // group):
-            return None
-        return index
+        if "g_idx" in module:
+            index, columns = module["g_idx"].mapped(), self.shape(module)[1]
+            if index.shape != (columns,):
+                raise module.refuse("g_idx", f"it must hold the group of each of {columns} columns")
+            return group_table(index, group)
+        if self._said(module, "desc_act"):
+            raise ValueError(f"{module.names[0]}: has no g_idx, which desc_act of quantization_config needs")
+        return None
 
 
 _LESS_ONE, _AS_THEY_ARE = "auto_round:auto_gptq", ("auto_round", "auto_round:gptqmodel")

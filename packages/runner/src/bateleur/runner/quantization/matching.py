@@ -66,6 +66,11 @@ def listed(entry: str, names: tuple[str, ...]) -> bool:
     return starts_with(entry[3:], names) if entry.startswith("re:") else entry in names
 
 
+def contains(entry: str, names: tuple[str, ...]) -> bool:
+    """Return whether an entry is a part of a name, as in AWQ."""
+    return any(entry in name for name in names)
+
+
 def wildcard(entry: str, names: tuple[str, ...]) -> bool:
     """Return whether an entry matches a name, as in modelopt: a shell pattern for the whole name."""
     return any(fnmatchcase(name, entry) for name in names)

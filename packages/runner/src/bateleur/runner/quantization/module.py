@@ -4,49 +4,42 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from bateleur.runner.models.quantized import Layout, QuantizedMatrix, Scheme
+from bateleur.runner.quantization.matching import strings
+from bateleur.runner.utils.tensor_files import TensorEntry
 
 ACTIVATIONS = ("input_scale", "input_global_scale", "input_zero_point")
 """Scales of activations, which are not quantised here."""
 _MATRICES = frozenset(("weight", "weight_packed", "qweight", "blocks", "qzeros", "scales"))
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-
-
-class StoredTensor(Protocol):
-    """A tensor of a safetensors file."""
-
-    @property
-    def name(self) -> str:
-        """Name in the file."""
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape in the file."""
-
-    @property
-    def dtype(self) -> str:
-        """Dtype by its safetensors name: "F8_E4M3", "BF16", ..."""
-
-    def mapped(self) -> Tensor:
-        """Return the contents as a memory-mapped tensor; float8 as uint8 bits."""
+Matcher = Callable[[str, tuple[str, ...]], bool]
+"""Returns whether an entry of a list means a module with these names."""
+Block = tuple[int, int] | None
+"""Rows and columns with a common scale; None for one scale of the tensor or of each row."""
 
 
 @dataclass(frozen=True, slots=True)
 class Module:
-    """Tensors of one quantised module, by the last part of their names: `weight`, `weight_scale`, ..."""
+    """Tensors of one quantised module, by the last part of their names: `weight`, `weight_scale`, ...
+
+    Methods that check a tensor raise ValueError with its name.
+    """
 
     names: tuple[str, ...]
     """Names of the module: first the one in the file, then other spellings."""
-    parts: Mapping[str, StoredTensor]
+    parts: Mapping[str, TensorEntry]
 
-    def __getitem__(self, part: str) -> StoredTensor:
+    def __contains__(self, part: str) -> bool:
+        return part in self.parts
+
+    def __getitem__(self, part: str) -> TensorEntry:
         if part not in self.parts:
             raise ValueError(f"{self.names[0]}: is quantised, but has no {part}; it has {', '.join(self.parts)}")
         return self.parts[part]
@@ -56,6 +49,75 @@ class Module:
         entry = self[part]
         return ValueError(f"{entry.name}: is {entry.dtype} {entry.shape}; {rule}")
 
+    def damaged(self, part: str, found: str = "NaN") -> ValueError:
+        """Return the error for a tensor with numbers that no quantised weight has."""
+        return ValueError(f"{self[part].name}: holds {found}; the checkpoint is damaged")
+
+    def sides(self, part: str) -> tuple[int, int]:
+        """Return the shape of a matrix, which must have two axes."""
+        if len(shape := self[part].shape) != 2:
+            raise self.refuse(part, "it must have rows and columns, and nothing else")
+        return shape[0], shape[1]
+
+    def words(self, part: str) -> Tensor:
+        """Return a tensor of packed codes, which must be int32."""
+        if self[part].dtype != "I32":
+            raise self.refuse(part, "packed codes must be I32")
+        return self[part].mapped()
+
+    def e4m3(self, part: str) -> Tensor:
+        """Return the bits of e4m3 numbers, none of which may be NaN."""
+        codes = self[part].mapped()
+        if ((codes & 0x7F) == 0x7F).any():
+            raise self.damaged(part)
+        return codes
+
+    def finite(self, part: str) -> Tensor:
+        """Return scales or zeros, which must be finite."""
+        scales = self[part].mapped()
+        if not scales.isfinite().all():
+            raise self.damaged(part, "NaN or infinity")
+        return scales
+
+    def float_dtype(self, part: str) -> torch.dtype:
+        """Return the dtype of scales, which must be a floating-point type."""
+        if self[part].dtype not in _FLOATS:
+            raise self.refuse(part, f"its dtype must be one of {', '.join(_FLOATS)}")
+        return _FLOATS[self[part].dtype]
+
+    def float_scheme(self, scale: str, block: Block, *, zeros: bool = False) -> Scheme:
+        """Return the scheme of FP8 or INT8 codes in `weight`, with scales per tensor, row or block."""
+        layout = Layout.F8 if self["weight"].dtype.startswith("F8") else Layout.I8
+        group = self["weight"].shape[-1] if block is None else block[1]
+        return Scheme(layout, group, self.float_dtype(scale), zeros)
+
+    def row_scales(self, scale: str, block: Block, shape: tuple[int, ...]) -> Tensor:
+        """Return scales per tensor, row or block, expanded to N rows and G column groups, (..., N, G)."""
+        *lead, rows, columns = shape
+        stored, scales, count = _long(self[scale].shape), self.finite(scale), math.prod(lead)
+        if block is None:
+            if stored not in ((), _long(lead), _long([*lead, rows])):
+                raise self.refuse(scale, f"the weight {shape} needs one scale, or one for each of {rows} rows")
+            each = scales.reshape(-1, rows if scales.numel() == count * rows else 1, 1)
+            return each.expand(count, rows, 1).reshape(*lead, rows, 1)
+        high, wide = block
+        blocks = (*lead, -(-rows // high), -(-columns // wide))
+        if stored != _long(blocks):
+            raise self.refuse(scale, f"the weight {shape} in blocks of {block} needs {blocks}")
+        return scales.reshape(blocks).repeat_interleave(high, -2)[..., :rows, :]
+
+    def group_size(self, columns: int, groups: int, said: int) -> int:
+        """Return the number of columns per scale. said: `group_size` of the configuration; below 1 means all columns.
+
+        groups: number of scales of a row. Raises ValueError if they do not fit.
+        """
+        group = columns if said < 1 else said
+        if -(-columns // group) == groups:
+            return group
+        if groups and columns % groups == 0:
+            return columns // groups
+        raise ValueError(f"{self.names[0]}: has {groups} scales in a row of {columns} columns; group_size is {said}")
+
 
 class QuantizedReader(ABC):
     """Reads the quantised modules of one format. fields: `quantization_config` of the checkpoint."""
@@ -63,8 +125,10 @@ class QuantizedReader(ABC):
     parts: ClassVar[tuple[frozenset[str], ...]]
     """Tensors that a module may have together, apart from scales of activations."""
 
-    def __init__(self, fields: Mapping[str, Any]) -> None:
-        self.fields = fields
+    def __init__(self, fields: Mapping[str, Any], matches: Matcher | None = None, *ignoring: str) -> None:
+        """ignoring: names of fields that list modules which are not quantised. matches: interprets their entries."""
+        self.fields, self._matches = fields, matches
+        self._ignored = [entry for name in ignoring for entry in strings(fields, name)]
 
     @abstractmethod
     def shape(self, module: Module) -> tuple[int, ...]:
@@ -78,9 +142,9 @@ class QuantizedReader(ABC):
     def load(self, module: Module) -> QuantizedMatrix:
         """Return the quantised matrix on the CPU, as views of the file if possible."""
 
-    @abstractmethod
     def excludes(self, names: tuple[str, ...]) -> bool:
         """Return whether the configuration leaves a module with one of these names unquantised."""
+        return self._matches is not None and any(self._matches(entry, names) for entry in self._ignored)
 
 
 def check_parts(reader: QuantizedReader, module: Module) -> None:
@@ -111,78 +175,6 @@ def check_matrix(module: Module, matrix: QuantizedMatrix) -> QuantizedMatrix:
     return matrix
 
 
-def sides(module: Module, part: str) -> tuple[int, int]:
-    """Return the shape of a matrix. Raises ValueError if it has another number of axes than two."""
-    if len(shape := module[part].shape) != 2:
-        raise module.refuse(part, "it must have rows and columns, and nothing else")
-    return shape[0], shape[1]
-
-
-def words(module: Module, part: str) -> Tensor:
-    """Return a tensor of packed codes. Raises ValueError if its dtype is not int32."""
-    if module[part].dtype != "I32":
-        raise module.refuse(part, "packed codes must be I32")
-    return module[part].mapped()
-
-
-def float_scheme(module: Module, scale: str, block: tuple[int, int] | None) -> Scheme:
-    """Return the scheme of FP8 or INT8 codes with scales per tensor, per row, or per `block` of (rows, columns)."""
-    columns = module["weight"].shape[-1]
-    layout = Layout.F8 if module["weight"].dtype.startswith("F8") else Layout.I8
-    return Scheme(layout, columns if block is None else block[1], scale_dtype(module, scale))
-
-
-def scale_dtype(module: Module, scale: str) -> torch.dtype:
-    """Return the dtype of scales. Raises ValueError if it is no floating-point type."""
-    if module[scale].dtype not in _FLOATS:
-        raise module.refuse(scale, f"its dtype must be one of {', '.join(_FLOATS)}")
-    return _FLOATS[module[scale].dtype]
-
-
-def row_scales(module: Module, scale: str, block: tuple[int, int] | None, shape: tuple[int, ...]) -> Tensor:
-    """Return scales per tensor, row or block, expanded to N rows and G column groups, (..., N, G)."""
-    *lead, rows, columns = shape
-    entry = module[scale]
-    scales, count = entry.mapped(), math.prod(lead)
-    if block is None:
-        if _long(entry.shape) not in ((), _long(tuple(lead)), _long((*lead, rows))):
-            raise module.refuse(scale, f"the weight {shape} needs one scale, or one for each of {rows} rows")
-        each = scales.reshape(-1, rows if scales.numel() == count * rows else 1, 1)
-        return each.expand(count, rows, 1).reshape(*lead, rows, 1)
-    high, wide = block
-    blocks = (*lead, -(-rows // high), -(-columns // wide))
-    if _long(entry.shape) != _long(blocks):
-        raise module.refuse(scale, f"the weight {shape} in blocks of {block} needs {blocks}")
-    return scales.reshape(blocks).repeat_interleave(high, -2)[..., :rows, :]
-
-
-def _long(shape: tuple[int, ...]) -> tuple[int, ...]:
+def _long(shape: Sequence[int]) -> tuple[int, ...]:
     """Return the shape without axes of size 1, because files differ in them."""
     return tuple(size for size in shape if size != 1)
-
-
-def check_scales(module: Module, part: str, scales: Tensor) -> Tensor:
-    """Return the scales after checking them. Raises ValueError if one is NaN or infinite."""
-    if not scales.isfinite().all():
-        raise ValueError(f"{module[part].name}: holds NaN or infinity; the checkpoint is damaged")
-    return scales
-
-
-def check_codes(module: Module, part: str, codes: Tensor) -> Tensor:
-    """Return the bits of e4m3 codes after checking them. Raises ValueError if one is NaN."""
-    if ((codes & 0x7F) == 0x7F).any():
-        raise ValueError(f"{module[part].name}: holds NaN; the checkpoint is damaged")
-    return codes
-
-
-def group_size(columns: int, groups: int, said: int, module: Module) -> int:
-    """Return the number of columns per scale. said: `group_size` of the configuration; below 1 means all columns.
-
-    groups: number of scales of a row. Raises ValueError if they do not fit.
-    """
-    group = columns if said < 1 else said
-    if -(-columns // group) == groups:
-        return group
-    if groups and columns % groups == 0:
-        return columns // groups
-    raise ValueError(f"{module.names[0]}: has {groups} scales in a row of {columns} columns; group_size is {said}")

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from bateleur.runner.models.quantized import Layout, QuantizedMatrix, Scheme
-from bateleur.runner.quantization.matching import starts_with, strings
+from bateleur.runner.quantization.matching import starts_with
 from bateleur.runner.quantization.module import Module, QuantizedReader
 
 _GROUP = 32
@@ -21,15 +21,10 @@ class Mxfp4Reader(QuantizedReader):
     parts = (frozenset(("blocks", "scales")),)
 
     def __init__(self, fields: Mapping[str, Any]) -> None:
-        super().__init__(fields)
-        self._ignored = strings(fields, "modules_to_not_convert")
-
-    def excludes(self, names: tuple[str, ...]) -> bool:
-        """Return whether the configuration leaves a module with one of these names unquantised."""
-        return any(starts_with(entry, names) for entry in self._ignored)
+        super().__init__(fields, starts_with, "modules_to_not_convert")
 
     def shape(self, module: Module) -> tuple[int, ...]:
-        """Return the shape (E, N, K) of the weight. Raises ValueError if sizes do not match."""
+        """Return the shape (E, N, K) of the weight."""
         *lead, groups, width = module["blocks"].shape
         if module["blocks"].dtype != "U8" or len(lead) != 2 or width != _GROUP // 2:
             raise module.refuse("blocks", f"MXFP4 needs U8 (experts, rows, groups, {_GROUP // 2})")
@@ -42,8 +37,8 @@ class Mxfp4Reader(QuantizedReader):
         return Scheme(Layout.MX4, _GROUP, torch.uint8)
 
     def load(self, module: Module) -> QuantizedMatrix:
-        """Return codes and scales of the weight on the CPU, as views of the file."""
+        """Return codes and scales of the weight, as views of the file."""
         shape, scales = self.shape(module), module["scales"].mapped()
         if (scales == _NAN).any():
-            raise ValueError(f"{module['scales'].name}: holds NaN; the checkpoint is damaged")
+            raise module.damaged("scales")
         return QuantizedMatrix(self.scheme(module), shape[-1], module["blocks"].mapped().flatten(-2), scales)

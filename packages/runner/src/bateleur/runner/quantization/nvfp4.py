@@ -7,7 +7,7 @@ import math
 import torch
 
 from bateleur.runner.models.quantized import Layout, QuantizedMatrix, Scheme
-from bateleur.runner.quantization.module import Module, check_codes, scale_dtype
+from bateleur.runner.quantization.module import Module
 
 _GROUP = 16
 
@@ -34,15 +34,14 @@ def nvfp4_matrix(module: Module, weight: str, factor: str, *, divides: bool) -> 
     divides: whether the factor is a divisor. It may then be infinite, if all weights of its tensor are 0.
     """
     *lead, rows, columns = nvfp4_shape(module, weight)
-    scale_dtype(module, factor)
+    module.float_dtype(factor)
     factors, count = module[factor].mapped().float(), math.prod(lead)
     if divides and (factors <= 0).any():
         raise module.refuse(factor, "it is divided by, so it must be positive")
     if factors.isnan().any() or (not divides and factors.isinf().any()):
-        raise ValueError(f"{module[factor].name}: holds NaN or infinity; the checkpoint is damaged")
+        raise module.damaged(factor, "NaN or infinity")
     if not factors.numel() or factors.numel() % count or rows % (factors.numel() // count):
         raise module.refuse(factor, f"{count} matrices need as many, or as many for equal parts of their rows")
     parts = factors.reshape(count, -1).repeat_interleave(rows * count // factors.numel(), 1)
-    scales = check_codes(module, "weight_scale", module["weight_scale"].mapped())
-    codes = module[weight].mapped()
+    codes, scales = module[weight].mapped(), module.e4m3("weight_scale")
     return QuantizedMatrix(nvfp4_scheme(divides), columns, codes, scales, factors=parts.reshape(*lead, rows))

@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 
-from bateleur.runner.quantization.module import ACTIVATIONS, Module, StoredTensor
+from bateleur.runner.quantization.module import ACTIVATIONS, Module
+from bateleur.runner.utils.tensor_files import TensorEntry
 
 _CODES = ("weight", "weight_packed", "qweight", "blocks")
 _SIDES = (
@@ -28,13 +29,13 @@ _MXFP4 = re.compile(r"(?P<base>.+)_(?P<part>blocks|scales)")
 
 
 def find_modules(
-    tensors: Mapping[str, StoredTensor], spellings: Sequence[tuple[str, str]] = ()
+    tensors: Mapping[str, TensorEntry], spellings: Sequence[tuple[str, str]] = ()
 ) -> tuple[dict[str, Module], set[str]]:
     """Return quantised modules by the name of their plain weight, and the names of all their tensors.
 
     spellings: pairs of equivalent prefixes (in other files, ours); a module gets names with both.
     """
-    grouped: dict[str, dict[str, StoredTensor]] = {}
+    grouped: dict[str, dict[str, TensorEntry]] = {}
     tensor_names: dict[str, set[str]] = {}
     for name, entry in tensors.items():
         stem, _, last = name.rpartition(".")

@@ -1,10 +1,21 @@
-"""Reads JSON files of a checkpoint folder."""
+"""Reads JSON files of a checkpoint folder, and names files in errors."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+
+@contextmanager
+def errors_in(file: object) -> Iterator[None]:
+    """Put the name of a file in front of the message of a ValueError that the `with` block raises."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{file}: {error}") from error
 
 
 def read_json(path: Path) -> dict[str, Any]:

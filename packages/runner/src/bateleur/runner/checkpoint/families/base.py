@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from bateleur.runner.checkpoint.fields import ConfigFields
 from bateleur.runner.checkpoint.names import Names
 from bateleur.runner.models.spec import AttentionLayer, Layer, MlpLayer, ModelSpec
+
+L = TypeVar("L", bound=Layer)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,13 +61,9 @@ class Family:
     @property
     def architectures(self) -> frozenset[str]:
         """Supported `architectures` of config.json: of the causal language model, without a head, and multimodal."""
-        stem = self.architecture
-        for ending in ("ForCausalLM", "ForConditionalGeneration"):
-            stem = stem.removesuffix(ending)
-        if stem == self.architecture:
-            return frozenset((stem,))
-        endings = ("ForCausalLM", "ForConditionalGeneration", "Model", "TextModel")
-        return frozenset(stem + ending for ending in endings)
+        stem, ending, _ = self.architecture.partition("For")
+        endings = ("ForCausalLM", "ForConditionalGeneration", "Model", "TextModel") if ending else ("",)
+        return frozenset(stem + each for each in endings)
 
 
 _INERT = (
@@ -83,20 +81,26 @@ def gated_mlp(fields: ConfigFields) -> MlpLayer:
     return MlpLayer(fields["intermediate_size"], bias=fields.optional("mlp_bias") or False)
 
 
-def read_layers(
-    fields: ConfigFields, listed: str, readers: Mapping[str, Callable[[], Layer]], *following: Layer
-) -> tuple[Layer, ...]:
-    """Return the residual branches of all layers: for each entry of the field `listed` one branch, then `following`.
+def granite_multipliers(fields: ConfigFields) -> dict[str, Any]:
+    """Read Granite's multipliers of embeddings, branches and logits, as arguments of `ModelSpec`."""
+    return {
+        "embedding_multiplier": fields["embedding_multiplier"],
+        "residual_multiplier": fields["residual_multiplier"],
+        "logits_divisor": fields["logits_scaling"],
+    }
+
+
+def read_layers(fields: ConfigFields, listed: str, readers: Mapping[str, Callable[[], L]]) -> tuple[L, ...]:
+    """Return a residual branch for each entry of the field `listed`.
 
     readers: functions that make the branch, by kind of layer (value of an entry). Raises ValueError for another kind.
     """
-    made: dict[str, Layer] = {}
-    for i, kind in enumerate(kinds := fields.raw(listed) or ()):
+    kinds = fields.raw(listed) or ()
+    for i, kind in enumerate(kinds):
         if kind not in readers:
             raise ValueError(f"{listed}[{i}] is {kind!r}; supported are {', '.join(readers)}")
-        if kind not in made:
-            made[kind] = readers[kind]()
-    return followed([made[kind] for kind in kinds], *following)
+    made = {kind: readers[kind]() for kind in dict.fromkeys(kinds)}
+    return tuple(made[kind] for kind in kinds)
 
 
 WINDOW_KINDS = ("full_attention", "sliding_attention")
@@ -107,15 +111,8 @@ def read_windows(fields: ConfigFields, attention: AttentionLayer, **windowed: An
 
     windowed: fields of `AttentionLayer` that differ in sliding-window layers.
     """
-    kinds, made = fields.raw("layer_types") or (), {"full_attention": attention}
-    if "sliding_attention" in kinds:
-        made["sliding_attention"] = replace(attention, sliding_window=fields["sliding_window"], **windowed)
-    for i, kind in enumerate(kinds):
-        if kind not in made:
-            raise ValueError(f"layer_types[{i}] is {kind!r}; supported are {', '.join(WINDOW_KINDS)}")
-    return tuple(made[kind] for kind in kinds)
 
+    def sliding() -> AttentionLayer:
+        return replace(attention, sliding_window=fields["sliding_window"], **windowed)
 
-def followed(blocks: Sequence[Layer], *following: Layer) -> tuple[Layer, ...]:
-    """Return every block, each followed by the layers `following`."""
-    return tuple(layer for block in blocks for layer in (block, *following))
+    return read_layers(fields, "layer_types", dict(zip(WINDOW_KINDS, (lambda: attention, sliding), strict=True)))

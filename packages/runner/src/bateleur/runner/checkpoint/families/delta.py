@@ -5,19 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
+from itertools import accumulate, pairwise
 
 from bateleur.mamba import GatedDelta, KimiDelta
-from bateleur.runner.checkpoint.experts import EXPERT_FIELDS, at_least_1, read_experts, sigmoid_router, sparse_layers
+from bateleur.runner.checkpoint.experts import at_least_1, read_experts, sigmoid_router, sparse_layers
 from bateleur.runner.checkpoint.families.base import Family, MtpNames, read_layers
 from bateleur.runner.checkpoint.fields import ConfigFields
 from bateleur.runner.checkpoint.names import (
-    MIXERS,
     ExpertNames,
-    LayerTensorNames,
+    Mixers,
     Names,
     StorageForm,
     WeightPart,
     norms_less_one,
+    projection,
+    stacked,
     weight_names,
 )
 from bateleur.runner.models.spec import (
@@ -57,37 +59,32 @@ def _joined_names(layer: DeltaLayer) -> Names:
     """Weight names of Qwen3.5: one matrix for queries, keys and values; one for each other part of the projection."""
     sizes = _sizes(layer)
     rows = {"in_proj_qkv": sum(sizes[:3]), "in_proj_z": sizes[3], "in_proj_b": sizes[4], "in_proj_a": sizes[5]}
-    return _stacked("in_proj", rows) | _rest("norm", "out_proj") | _CONV
+    return projection("in", rows) | _rest("norm", "out_proj") | _CONV
 
 
 def _packed_names(layer: DeltaLayer) -> Names:
     """Weight names of Qwen3-Next, whose fused matrices hold all rows of one key head, then those of the next."""
-    sizes, state = _sizes(layer), layer.state
-    assert isinstance(state, GatedDelta)
-    first, second = sum(sizes[:4]), sum(sizes[4:])
-    names = _stacked("in_proj", {"in_proj_qkvz": first, "in_proj_ba": second})
+    sizes, key_heads = _sizes(layer), layer.state.heads[0]
+    names = projection("in", {"in_proj_qkvz": sum(sizes[:4]), "in_proj_ba": sum(sizes[4:])})
     for name, rows in (("in_proj_qkvz.weight", sizes[:4]), ("in_proj_ba.weight", sizes[4:])):
-        ends = [sum(rows[: i + 1]) // state.num_key_heads for i in range(len(rows))]
-        names[name] = replace(names[name], pieces=tuple(zip([0, *ends], ends, strict=False)))
+        ends = [each // key_heads for each in accumulate(rows)]
+        names[name] = replace(names[name], pieces=tuple(pairwise([0, *ends])))
     return names | _rest("norm", "out_proj") | _CONV
 
 
 def _split_names(layer: DeltaLayer) -> Names:
     """Weight names of OLMo-hybrid: one matrix for each part of the projection, and separate or joined convolutions."""
     named = ("q_proj", "k_proj", "v_proj", "g_proj", "b_proj", "a_proj")
-    names = _stacked("in_proj", dict(zip(named, _sizes(layer), strict=True)))
+    names = projection("in", dict(zip(named, _sizes(layer), strict=True)))
     return names | _rest("o_norm", "o_proj") | _separate_convolutions(layer)
 
 
 def _factored_names(layer: DeltaLayer) -> Names:
     """Weight names of Kimi Linear: one matrix for each part; gate and decay are products of two matrices."""
-    state, rank = layer.state, layer.rank
-    assert isinstance(state, KimiDelta)
-    assert rank is not None
-    heads, decays = state.num_heads, state.num_heads * state.key_dim
+    heads, decays, rank = layer.state.heads[1], layer.state.heads[1] * layer.state.head_dims[0], layer.rank
     first = dict(zip(("q_proj", "k_proj", "v_proj"), _channels(layer), strict=True))
     return {
-        **_stacked("in_proj", {**first, "g_a_proj": rank, "b_proj": heads, "f_a_proj": rank}),
+        **projection("in", {**first, "g_a_proj": rank, "b_proj": heads, "f_a_proj": rank}),
         "g_b_proj.weight": WeightPart("gate_proj"),
         "f_b_proj.weight": WeightPart("decay_proj"),
         **_rest("o_norm", "o_proj"),
@@ -97,15 +94,14 @@ def _factored_names(layer: DeltaLayer) -> Names:
     }
 
 
+_CONV: Names = {"conv1d.weight": WeightPart("conv", form=StorageForm.CONV)}
+
+
 def _separate_convolutions(layer: DeltaLayer) -> Names:
     """Weight names of separate convolutions for queries, keys and values, or of one joined convolution."""
     rows = dict(zip(("q_conv1d", "k_conv1d", "v_conv1d"), _channels(layer), strict=True))
-    apart = {name: replace(part, form=StorageForm.CONV) for name, part in _stacked("conv", rows).items()}
-    name, joined = next(iter(_CONV.items()))
-    return {name: replace(joined, instead=apart)}
-
-
-_CONV: Names = {"conv1d.weight": WeightPart("conv", form=StorageForm.CONV)}
+    apart = {name: replace(part, form=StorageForm.CONV) for name, part in stacked("conv", rows).items()}
+    return {name: replace(joined, instead=apart) for name, joined in _CONV.items()}
 
 
 def _rest(norm: str, out: str) -> Names:
@@ -129,30 +125,20 @@ def _sizes(layer: DeltaLayer) -> tuple[int, ...]:
     return *channels, channels[2], heads, heads
 
 
-def _stacked(target: str, rows: dict[str, int]) -> Names:
-    """Return the names of matrices that are stacked to the weight `target`. rows: number of rows by name."""
-    names, start = {}, 0
-    for name, count in rows.items():
-        names[f"{name}.weight"] = WeightPart(target, start, count)
-        start += count
-    return names
-
-
 # --- Qwen3.5 and Qwen3-Next: gated delta nets or gated attention, then a gated MLP or experts -----------------------
 
 
-def _qwen_blocks(fields: ConfigFields, *following: Layer) -> tuple[Layer, ...]:
-    """Return a gated delta net or gated attention for each of `layer_types`, each followed by `following`."""
+def _qwen_blocks(fields: ConfigFields) -> tuple[Layer, ...]:
+    """Return a gated delta net or gated attention for each of `layer_types`."""
 
     def attention() -> Layer:
-        """Attention with an output gate, norms of queries and keys, and partial rotary embedding."""
         if fields.raw("attn_output_gate") is False:
             raise ValueError("attn_output_gate is False; supported is True")
         return fields.attention(rope=fields.rope(partial=True), qk_norm_eps=fields["rms_norm_eps"], gated=True)
 
     fields.choice("hidden_act", ("silu",))
     delta = partial(_gated_delta, fields, fields["rms_norm_eps"])
-    return read_layers(fields, "layer_types", {"linear_attention": delta, "full_attention": attention}, *following)
+    return read_layers(fields, "layer_types", {"linear_attention": delta, "full_attention": attention})
 
 
 def _qwen_experts(fields: ConfigFields, *, normalised: bool = True) -> ExpertsLayer:
@@ -162,23 +148,23 @@ def _qwen_experts(fields: ConfigFields, *, normalised: bool = True) -> ExpertsLa
 
 
 def _qwen3_5(fields: ConfigFields) -> ModelSpec:
-    return fields.model(_qwen_blocks(fields, MlpLayer(fields["intermediate_size"])), exact_norms=True)
+    return fields.model(_qwen_blocks(fields), MlpLayer(fields["intermediate_size"]), exact_norms=True)
 
 
 def _qwen3_5_moe(fields: ConfigFields) -> ModelSpec:
-    return fields.model(_qwen_blocks(fields, _qwen_experts(fields)), exact_norms=True)
+    return fields.model(_qwen_blocks(fields), _qwen_experts(fields), exact_norms=True)
 
 
 def _qwen3_next(fields: ConfigFields) -> ModelSpec:
-    experts = _qwen_experts(fields, normalised=fields["norm_topk_prob"])
-    layers = sparse_layers(fields, _qwen_blocks(fields), MlpLayer(fields["intermediate_size"]), experts)
-    return fields.model(layers, exact_norms=True)
+    blocks, experts = _qwen_blocks(fields), _qwen_experts(fields, normalised=fields["norm_topk_prob"])
+    branches = sparse_layers(fields, len(blocks), MlpLayer(fields["intermediate_size"]), experts)
+    return fields.model(blocks, branches, exact_norms=True)
 
 
 def _qwen_names(delta: Callable[[DeltaLayer], Names], spec: ModelSpec) -> Names:
     """Return the weight names of a decoder. delta: function that returns those of a delta layer."""
-    mixers = {**MIXERS, DeltaLayer: LayerTensorNames(("linear_attn", "input_layernorm"), delta)}
-    return norms_less_one(weight_names(spec, ("mlp", "post_attention_layernorm"), mixers))
+    mixers: Mixers = {DeltaLayer: ("linear_attn", "input_layernorm", delta)}
+    return norms_less_one(weight_names(spec, mixers=mixers))
 
 
 def _mtp_layers(fields: ConfigFields, spec: ModelSpec) -> tuple[tuple[Layer, ...], int]:
@@ -214,17 +200,16 @@ def _olmo_hybrid(fields: ConfigFields) -> ModelSpec:
         parameters = fields.raw("rope_parameters")  # None in published models, whose delta nets carry the order
         rope = None if not parameters or parameters.get("rope_theta") is None else fields.rope()
         made = fields.attention(rope=rope, qk_norm_eps=fields["rms_norm_eps"], qk_norm_whole=True)
-        return ParallelLayer((made,), (1.0,), norm_last=True)
+        return ParallelLayer((made,), norm_last=True)
 
     blocks = read_layers(fields, "layer_types", {"linear_attention": delta, "full_attention": attention})
-    after = ParallelLayer((mlp,), (1.0,), norm_last=True)
-    pairs = ((block, after if isinstance(block, ParallelLayer) else mlp) for block in blocks)
-    return fields.model(tuple(each for pair in pairs for each in pair))
+    after = ParallelLayer((mlp,), norm_last=True)
+    return fields.model(blocks, [after if isinstance(block, ParallelLayer) else mlp for block in blocks])
 
 
 def _olmo_hybrid_names(spec: ModelSpec) -> Names:
-    mixers = {**MIXERS, DeltaLayer: LayerTensorNames(("linear_attn", "input_layernorm"), _split_names)}
-    return dict(_olmo_norms(spec, weight_names(spec, ("mlp", "post_attention_layernorm"), mixers)))
+    mixers: Mixers = {DeltaLayer: ("linear_attn", "input_layernorm", _split_names)}
+    return dict(_olmo_norms(spec, weight_names(spec, mixers=mixers)))
 
 
 def _olmo_norms(spec: ModelSpec, names: Names) -> Iterator[tuple[str, WeightPart]]:
@@ -251,15 +236,11 @@ def _olmo_norms(spec: ModelSpec, names: Names) -> Iterator[tuple[str, WeightPart
 # --- Kimi Linear: Kimi delta attention or latent attention without positions, then a gated MLP or experts -----------
 
 _LATENT_NORM_EPS = 1e-6  # not in the configuration
-_MOE = "block_sparse_moe"
 _EXPERTS = ExpertNames(
-    router=f"{_MOE}.gate.weight",
-    correction=f"{_MOE}.gate.e_score_correction_bias",
-    up=f"{_MOE}.experts.gate_up_proj",
-    other_up=(f"{_MOE}.experts.{{}}.w1.weight", f"{_MOE}.experts.{{}}.w3.weight"),
-    down=f"{_MOE}.experts.down_proj",
-    other_down=(f"{_MOE}.experts.{{}}.w2.weight",),
-    shared=f"{_MOE}.shared_experts",
+    branch="block_sparse_moe",
+    other_up=("experts.{}.w1.weight", "experts.{}.w3.weight"),
+    other_down=("experts.{}.w2.weight",),
+    shared="block_sparse_moe.shared_experts",
 )
 
 
@@ -269,21 +250,22 @@ def _kimi_linear(fields: ConfigFields) -> ModelSpec:
         state = KimiDelta(fields["linear_num_heads"], size, size, conv_width=fields["linear_conv_kernel_dim"])
         return DeltaLayer(state, _CHUNK, fields["rms_norm_eps"], gate_activation="sigmoid", rank=size)
 
-    def experts() -> Layer:
+    def latent() -> Layer:
+        return _latent(fields)
+
+    def dense() -> Layer:
+        return MlpLayer(fields["intermediate_size"])
+
+    def sparse() -> Layer:
         shared = MlpLayer(at_least_1(fields, "moe_intermediate_size") * fields["num_shared_experts"])
-        names = {**EXPERT_FIELDS, "top_k": "num_experts_per_token"}
-        return read_experts(fields, sigmoid_router(fields, "num_experts"), names, shared=shared)
+        router = sigmoid_router(fields, "num_experts")
+        return read_experts(fields, router, {"top_k": "num_experts_per_token"}, shared=shared)
 
     fields.choice("hidden_act", ("silu",))
-    mixers: dict[str, Callable[[], Layer]] = {"linear_attention": delta, "full_attention": partial(_latent, fields)}
-    networks: dict[str, Callable[[], Layer]] = {
-        "dense": lambda: MlpLayer(fields["intermediate_size"]),
-        "sparse": experts,
-    }
-    pairs = zip(
-        read_layers(fields, "layer_types", mixers), read_layers(fields, "mlp_layer_types", networks), strict=True
+    return fields.model(
+        read_layers(fields, "layer_types", {"linear_attention": delta, "full_attention": latent}),
+        read_layers(fields, "mlp_layer_types", {"dense": dense, "sparse": sparse}),
     )
-    return fields.model(tuple(each for pair in pairs for each in pair))
 
 
 def _latent(fields: ConfigFields) -> Layer:
@@ -310,8 +292,7 @@ def _latent(fields: ConfigFields) -> Layer:
 def _latent_names(layer: LatentLayer) -> Names:
     queries, latent = layer.num_heads * (layer.key_dim + layer.shared_dim), layer.rank + layer.shared_dim
     return {
-        "q_proj.weight": WeightPart("in_proj", 0, queries),
-        "kv_a_proj_with_mqa.weight": WeightPart("in_proj", queries, latent),
+        **projection("in", {"q_proj": queries, "kv_a_proj_with_mqa": latent}),
         "kv_a_layernorm.weight": WeightPart("latent_norm"),
         "kv_b_proj.weight": WeightPart("latent_proj"),
         "o_proj.weight": WeightPart("o_proj"),
@@ -319,17 +300,15 @@ def _latent_names(layer: LatentLayer) -> Names:
 
 
 def _kimi_names(spec: ModelSpec) -> Names:
-    called = ("self_attn", "input_layernorm")
-    mixers = {
-        **MIXERS,
-        DeltaLayer: LayerTensorNames(called, _factored_names),
-        LatentLayer: LayerTensorNames(called, _latent_names),
+    mixers: Mixers = {
+        DeltaLayer: ("self_attn", "input_layernorm", _factored_names),
+        LatentLayer: ("self_attn", "input_layernorm", _latent_names),
         ExpertsLayer: _EXPERTS,
     }
-    names = weight_names(spec, ("mlp", "post_attention_layernorm"), mixers)
+    names = weight_names(spec, mixers=mixers)
     # transformers writes the dense layers, too, under the name of the experts.
     return {
-        name: replace(part, instead={name.replace(".mlp.", f".{_MOE}."): part}) if ".mlp." in name else part
+        name: replace(part, instead={name.replace(".mlp.", f".{_EXPERTS.branch}."): part}) if ".mlp." in name else part
         for name, part in names.items()
     }
 

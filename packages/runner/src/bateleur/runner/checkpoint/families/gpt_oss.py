@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from bateleur.runner.checkpoint.experts import read_experts
-from bateleur.runner.checkpoint.families.base import WINDOW_KINDS, Family, followed, read_windows
+from bateleur.runner.checkpoint.experts import LOCAL_FIELDS, read_experts
+from bateleur.runner.checkpoint.families.base import WINDOW_KINDS, Family, read_windows
 from bateleur.runner.checkpoint.fields import ConfigFields
-from bateleur.runner.checkpoint.names import MIXERS, ExpertNames, Names, WeightPart, weight_names
+from bateleur.runner.checkpoint.names import ExpertNames, Names, WeightPart, weight_names
 from bateleur.runner.models.spec import ExpertsLayer, ModelSpec, RouterSpec
 from bateleur.runner.utils.arguments import refuse
 
-_EXPERTS = ExpertNames(router="mlp.router.weight", other_up=(), other_down=())
-_FIELDS = {"num_experts": "num_local_experts", "top_k": "num_experts_per_tok", "intermediate_size": "intermediate_size"}
+_EXPERTS = ExpertNames(router="router.weight", other_up=(), other_down=())
 _TRANSPOSED = ("up_proj", "down_proj")
 """Expert weights are stored transposed in bfloat16, but not in MXFP4. Gate and up rows alternate in both."""
 
@@ -22,13 +21,12 @@ def _read_spec(fields: ConfigFields) -> ModelSpec:
         if fields.raw(name) not in (None, value):
             refuse(name, fields.raw(name), f"{value}: another activation is not supported")
     attention = fields.attention(sinks=True)
-    experts = read_experts(fields, RouterSpec(bias=True), _FIELDS, bias=True, activation="clamped_swiglu")
-    return fields.model(followed(read_windows(fields, attention), experts))
+    experts = read_experts(fields, RouterSpec(bias=True), LOCAL_FIELDS, bias=True, activation="clamped_swiglu")
+    return fields.model(read_windows(fields, attention), experts)
 
 
 def _names(spec: ModelSpec) -> Names:
-    names = weight_names(spec, ("mlp", "post_attention_layernorm"), {**MIXERS, ExpertsLayer: _EXPERTS})
-    return {name: _stored(name, part) for name, part in names.items()}
+    return {name: _stored(name, part) for name, part in weight_names(spec, mixers={ExpertsLayer: _EXPERTS}).items()}
 
 
 def _stored(name: str, part: WeightPart) -> WeightPart:

@@ -6,15 +6,15 @@ from functools import partial
 
 from bateleur.mamba import ShortConv
 from bateleur.runner.checkpoint.experts import read_experts
-from bateleur.runner.checkpoint.families.base import Family, followed, read_layers
+from bateleur.runner.checkpoint.families.base import Family, read_layers
 from bateleur.runner.checkpoint.fields import ConfigFields
 from bateleur.runner.checkpoint.names import (
-    MIXERS,
     ExpertNames,
-    LayerTensorNames,
+    Mixers,
     Names,
     StorageForm,
     WeightPart,
+    projection,
     weight_names,
 )
 from bateleur.runner.models.spec import (
@@ -29,15 +29,12 @@ from bateleur.runner.models.spec import (
 
 _CHUNK = 128
 """Tokens between two windows that may be kept within a prompt; a convolution has no chunks."""
-_MOE = "feed_forward"
 _EXPERTS = ExpertNames(
+    branch="feed_forward",
     norm="ffn_norm",
-    router=f"{_MOE}.gate.weight",
-    correction=f"{_MOE}.expert_bias",
-    up=f"{_MOE}.experts.gate_up_proj",
-    other_up=(f"{_MOE}.experts.{{}}.w1.weight", f"{_MOE}.experts.{{}}.w3.weight"),
-    down=f"{_MOE}.experts.down_proj",
-    other_down=(f"{_MOE}.experts.{{}}.w2.weight",),
+    correction="expert_bias",
+    other_up=("experts.{}.w1.weight", "experts.{}.w3.weight"),
+    other_down=("experts.{}.w2.weight",),
 )
 _RENAMED = {
     "self_attn.o_proj.": "self_attn.out_proj.",
@@ -72,7 +69,7 @@ def _mlp_size(fields: ConfigFields) -> int:
 
 
 def _read_dense(fields: ConfigFields) -> ModelSpec:
-    return fields.model(followed(_read_blocks(fields), MlpLayer(_mlp_size(fields))), "norm_eps")
+    return fields.model(_read_blocks(fields), MlpLayer(_mlp_size(fields)), norm_eps="norm_eps")
 
 
 def _read_experts(fields: ConfigFields) -> ModelSpec:
@@ -84,25 +81,22 @@ def _read_experts(fields: ConfigFields) -> ModelSpec:
         scale=fields["routed_scaling_factor"],
         corrected=fields["use_expert_bias"],
     )
-    experts, dense = read_experts(fields, router), fields["num_dense_layers"]
-    pairs = ((block, mlp if i < dense else experts) for i, block in enumerate(_read_blocks(fields)))
-    return fields.model(tuple(layer for pair in pairs for layer in pair), "norm_eps")
+    experts, blocks = read_experts(fields, router), _read_blocks(fields)
+    branches = [mlp if i < fields["num_dense_layers"] else experts for i in range(len(blocks))]
+    return fields.model(blocks, branches, norm_eps="norm_eps")
 
 
 def _conv_names(layer: ShortConvLayer) -> Names:
     names = {"conv.weight": WeightPart("conv", form=StorageForm.CONV)}
-    names |= {f"{name}_proj.weight": WeightPart(f"{name}_proj") for name in ("in", "out")}
     if layer.bias:
-        names |= {"conv.bias": WeightPart("conv_bias")}
-        names |= {f"{name}_proj.bias": WeightPart(f"{name}_bias") for name in ("in", "out")}
-    return names
+        names["conv.bias"] = WeightPart("conv_bias")
+    return names | projection("in", {"in_proj": None}, layer.bias) | projection("out", {"out_proj": None}, layer.bias)
 
 
 def _names(spec: ModelSpec) -> Names:
-    mixers = {
-        **MIXERS,
+    mixers: Mixers = {
         AttentionLayer: ("self_attn", "operator_norm"),
-        ShortConvLayer: LayerTensorNames(("conv", "operator_norm"), _conv_names),
+        ShortConvLayer: ("conv", "operator_norm", _conv_names),
         ExpertsLayer: _EXPERTS,
     }
     names = weight_names(spec, ("feed_forward", "ffn_norm"), mixers, final_norm="embedding_norm")

@@ -7,9 +7,16 @@ from functools import partial
 from typing import Any
 
 from bateleur.runner.checkpoint.experts import read_experts, sparse_layers
-from bateleur.runner.checkpoint.families.base import INERT, WINDOW_KINDS, Family, followed, gated_mlp, read_windows
+from bateleur.runner.checkpoint.families.base import (
+    INERT,
+    WINDOW_KINDS,
+    Family,
+    gated_mlp,
+    granite_multipliers,
+    read_windows,
+)
 from bateleur.runner.checkpoint.fields import ConfigFields
-from bateleur.runner.checkpoint.names import MIXERS, LayerTensorNames, Names, WeightPart, norms_less_one, weight_names
+from bateleur.runner.checkpoint.names import Names, WeightPart, norms_less_one, projection, weight_names
 from bateleur.runner.models.spec import AttentionLayer, MlpLayer, ModelSpec, ParallelLayer, RouterSpec
 from bateleur.runner.utils.arguments import refuse
 
@@ -17,11 +24,10 @@ _READ = (
     "vocab_size hidden_size num_hidden_layers rms_norm_eps max_position_embeddings tie_word_embeddings eos_token_id "
     "hidden_act intermediate_size mlp_bias num_attention_heads num_key_value_heads head_dim rope_parameters"
 )
-_names = partial(weight_names, mlp=("mlp", "post_attention_layernorm"))
 
 
 def _equal_layers(fields: ConfigFields, attention: AttentionLayer, **multipliers: Any) -> ModelSpec:
-    return fields.model((attention, gated_mlp(fields)) * fields["num_hidden_layers"], **multipliers)
+    return fields.model((attention,) * fields["num_hidden_layers"], gated_mlp(fields), **multipliers)
 
 
 def _llama(fields: ConfigFields) -> ModelSpec:
@@ -35,13 +41,7 @@ def _mistral(fields: ConfigFields) -> ModelSpec:
 
 def _granite(fields: ConfigFields) -> ModelSpec:
     """Llama with multipliers of embeddings, scores, branches and logits."""
-    return _equal_layers(
-        fields,
-        fields.attention(scale=fields["attention_multiplier"]),
-        embedding_multiplier=fields["embedding_multiplier"],
-        residual_multiplier=fields["residual_multiplier"],
-        logits_divisor=fields["logits_scaling"],
-    )
+    return _equal_layers(fields, fields.attention(scale=fields["attention_multiplier"]), **granite_multipliers(fields))
 
 
 def _phi3(fields: ConfigFields) -> ModelSpec:
@@ -51,30 +51,29 @@ def _phi3(fields: ConfigFields) -> ModelSpec:
 
 
 def _phi3_attention(_: AttentionLayer) -> Names:
-    return {"qkv_proj.weight": WeightPart("qkv_proj"), "o_proj.weight": WeightPart("o_proj")}
+    return projection("qkv", {"qkv_proj": None}) | projection("o", {"o_proj": None})
 
 
 def _phi3_mlp(_: MlpLayer) -> Names:
-    return {"gate_up_proj.weight": WeightPart("up_proj"), "down_proj.weight": WeightPart("down_proj")}
+    return projection("up", {"gate_up_proj": None}) | projection("down", {"down_proj": None})
 
 
 def _qwen2(fields: ConfigFields) -> ModelSpec:
     """Qwen2 and Qwen2.5: Llama with biases of queries, keys and values, and a sliding window in some layers."""
-    return fields.model(followed(read_windows(fields, fields.attention(bias=True, o_bias=False)), gated_mlp(fields)))
+    return fields.model(read_windows(fields, fields.attention(bias=True, o_bias=False)), gated_mlp(fields))
 
 
 def _qwen3(fields: ConfigFields) -> ModelSpec:
     """Llama with a norm of each head of queries and keys, and a sliding window in some layers."""
-    attention = fields.attention(qk_norm_eps=fields["rms_norm_eps"])
-    return fields.model(followed(read_windows(fields, attention), gated_mlp(fields)))
+    return fields.model(read_windows(fields, fields.attention(qk_norm_eps=fields["rms_norm_eps"])), gated_mlp(fields))
 
 
 def _qwen3_moe(fields: ConfigFields) -> ModelSpec:
     """Qwen3's attention, with one sliding window or none, then experts or a gated MLP."""
-    window = fields.optional("sliding_window")
+    window, count = fields.optional("sliding_window"), fields["num_hidden_layers"]
     attention = fields.attention(qk_norm_eps=fields["rms_norm_eps"], sliding_window=window)
     experts = read_experts(fields, RouterSpec(normalised=fields["norm_topk_prob"]))
-    return fields.model(sparse_layers(fields, (attention,) * fields["num_hidden_layers"], gated_mlp(fields), experts))
+    return fields.model((attention,) * count, sparse_layers(fields, count, gated_mlp(fields), experts))
 
 
 def _smollm3(fields: ConfigFields) -> ModelSpec:
@@ -83,17 +82,21 @@ def _smollm3(fields: ConfigFields) -> ModelSpec:
     if len(rotary) < len(blocks):
         raise ValueError(f"no_rope_layers has {len(rotary)} entries; it must have num_hidden_layers = {len(blocks)}")
     blocks = tuple(block if rotary[i] else replace(block, rope=None) for i, block in enumerate(blocks))
-    return fields.model(followed(blocks, gated_mlp(fields)))
+    return fields.model(blocks, gated_mlp(fields))
+
+
+def _alternating(fields: ConfigFields, **attention: Any) -> tuple[AttentionLayer, ...]:
+    """Return attention with norms of queries and keys, and rotary parameters of their own in sliding-window layers."""
+    rope, windowed = (fields.rope(layer_type=kind) for kind in WINDOW_KINDS)
+    full = fields.attention(rope=rope, qk_norm_eps=fields["rms_norm_eps"], **attention)
+    return read_windows(fields, full, rope=windowed)
 
 
 def _olmo3(fields: ConfigFields) -> ModelSpec:
     """Llama with a sliding window in most layers, and norms after the branches."""
-    attention = fields.attention(
-        rope=fields.rope(layer_type="full_attention"), qk_norm_eps=fields["rms_norm_eps"], qk_norm_whole=True
-    )
-    blocks, mlp = read_windows(fields, attention, rope=fields.rope(layer_type="sliding_attention")), gated_mlp(fields)
-    layers = (ParallelLayer((part,), (1.0,), norm_last=True) for block in blocks for part in (block, mlp))
-    return fields.model(tuple(layers))
+    blocks = _alternating(fields, qk_norm_whole=True)
+    mlp = ParallelLayer((gated_mlp(fields),), norm_last=True)
+    return fields.model([ParallelLayer((block,), norm_last=True) for block in blocks], mlp)
 
 
 def _gemma3(fields: ConfigFields) -> ModelSpec:
@@ -102,15 +105,11 @@ def _gemma3(fields: ConfigFields) -> ModelSpec:
     for name in ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention"):
         if fields.raw(name):
             refuse(name, fields.raw(name), "null or false: other values are not supported")
-    attention = fields.attention(
-        rope=fields.rope(layer_type="full_attention"),
-        scale=fields["query_pre_attn_scalar"] ** -0.5,
-        qk_norm_eps=fields["rms_norm_eps"],
-    )
-    blocks = read_windows(fields, attention, rope=fields.rope(layer_type="sliding_attention"))
+    blocks = _alternating(fields, scale=fields["query_pre_attn_scalar"] ** -0.5)
     mlp = MlpLayer(fields["intermediate_size"], "gelu_tanh")
     return fields.model(
-        tuple(ParallelLayer((part,), (1.0,), output_norm=True) for block in blocks for part in (block, mlp)),
+        [ParallelLayer((block,), output_norm=True) for block in blocks],
+        ParallelLayer((mlp,), output_norm=True),
         embedding_multiplier=fields["hidden_size"] ** 0.5,
         rounds_multiplier=True,
         exact_norms=True,
@@ -140,9 +139,9 @@ _GEMMA3 = Family(
 FAMILIES = (
     _GEMMA3,
     replace(_GEMMA3, model_type="gemma3", architecture="Gemma3ForConditionalGeneration", inside="text_config"),
-    Family("granite", "GraniteForCausalLM", _granite, _names),
-    Family("llama", "LlamaForCausalLM", _llama, _names, plain=INERT.union(_READ.split())),
-    Family("mistral", "MistralForCausalLM", _mistral, _names),
+    Family("granite", "GraniteForCausalLM", _granite, weight_names),
+    Family("llama", "LlamaForCausalLM", _llama, weight_names, plain=INERT.union(_READ.split())),
+    Family("mistral", "MistralForCausalLM", _mistral, weight_names),
     Family(
         "olmo3",
         "Olmo3ForCausalLM",
@@ -150,7 +149,7 @@ FAMILIES = (
         partial(
             weight_names,
             mlp=("mlp", "post_feedforward_layernorm"),
-            mixers={**MIXERS, AttentionLayer: ("self_attn", "post_attention_layernorm")},
+            mixers={AttentionLayer: ("self_attn", "post_attention_layernorm")},
         ),
         kinds=WINDOW_KINDS,
     ),
@@ -160,12 +159,12 @@ FAMILIES = (
         _phi3,
         partial(
             weight_names,
-            mlp=LayerTensorNames(("mlp", "post_attention_layernorm"), _phi3_mlp),
-            mixers={**MIXERS, AttentionLayer: LayerTensorNames(("self_attn", "input_layernorm"), _phi3_attention)},
+            mlp=("mlp", "post_attention_layernorm", _phi3_mlp),
+            mixers={AttentionLayer: ("self_attn", "input_layernorm", _phi3_attention)},
         ),
     ),
-    Family("qwen2", "Qwen2ForCausalLM", _qwen2, _names, kinds=WINDOW_KINDS),
-    Family("qwen3", "Qwen3ForCausalLM", _qwen3, _names, kinds=WINDOW_KINDS),
-    Family("qwen3_moe", "Qwen3MoeForCausalLM", _qwen3_moe, _names),
-    Family("smollm3", "SmolLM3ForCausalLM", _smollm3, _names, kinds=WINDOW_KINDS),
+    Family("qwen2", "Qwen2ForCausalLM", _qwen2, weight_names, kinds=WINDOW_KINDS),
+    Family("qwen3", "Qwen3ForCausalLM", _qwen3, weight_names, kinds=WINDOW_KINDS),
+    Family("qwen3_moe", "Qwen3MoeForCausalLM", _qwen3_moe, weight_names),
+    Family("smollm3", "SmolLM3ForCausalLM", _smollm3, weight_names, kinds=WINDOW_KINDS),
 )

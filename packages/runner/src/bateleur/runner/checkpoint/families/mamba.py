@@ -7,10 +7,17 @@ from dataclasses import replace
 from functools import partial
 from typing import cast
 
-from bateleur.runner.checkpoint.experts import EXPERT_FIELDS, read_experts, sigmoid_router
-from bateleur.runner.checkpoint.families.base import INERT, Family, MtpNames, followed, gated_mlp, read_layers
+from bateleur.runner.checkpoint.experts import LOCAL_FIELDS, read_experts, sigmoid_router
+from bateleur.runner.checkpoint.families.base import (
+    INERT,
+    Family,
+    MtpNames,
+    gated_mlp,
+    granite_multipliers,
+    read_layers,
+)
 from bateleur.runner.checkpoint.fields import ConfigFields
-from bateleur.runner.checkpoint.names import MIXERS, ExpertNames, Names, weight_names
+from bateleur.runner.checkpoint.names import ExpertNames, Names, projection, weight_names
 from bateleur.runner.models.spec import (
     Activation,
     AttentionLayer,
@@ -34,7 +41,7 @@ def _bamba(fields: ConfigFields) -> ModelSpec:
     if bad := [i for i in indices if not 0 <= i < num_layers]:
         raise ValueError(f"attn_layer_indices holds {bad[0]}; it must be in [0, num_hidden_layers = {num_layers})")
     attention, mamba = fields.attention(rope=fields.rope(partial=True)), fields.mamba()
-    return fields.model(followed([attention if i in indices else mamba for i in range(num_layers)], gated_mlp(fields)))
+    return fields.model([attention if i in indices else mamba for i in range(num_layers)], gated_mlp(fields))
 
 
 _feed_forward_names = partial(weight_names, mlp=("feed_forward", "pre_ff_layernorm"), final_norm="final_layernorm")
@@ -55,9 +62,9 @@ def _falcon_h1(fields: ConfigFields) -> ModelSpec:
     inward = fields["attention_in_multiplier"]
     attention = fields.attention(scale=fields.head_dim() ** -0.5 * fields["key_multiplier"] * inward**2)
     outward = (fields["ssm_out_multiplier"], fields["attention_out_multiplier"] * inward)
-    mlp = ParallelLayer((gated_mlp(fields),), (fields["mlp_multipliers"][1],))
     return fields.model(
-        (ParallelLayer((mamba, attention), outward), mlp) * fields["num_hidden_layers"],
+        (ParallelLayer((mamba, attention), outward),) * fields["num_hidden_layers"],
+        ParallelLayer((gated_mlp(fields),), (fields["mlp_multipliers"][1],)),
         embedding_multiplier=fields["embedding_multiplier"],
         logits_divisor=1.0 / fields["lm_head_multiplier"],
     )
@@ -83,41 +90,38 @@ def _fold(fields: ConfigFields, names: Names) -> Names:
 
 # --- GraniteMoeHybrid: Mamba-2 or attention, then a gated MLP, optionally with experts, and four multipliers -------
 
-_MOE = "block_sparse_moe"
+
+def _fused_mlp_names(layer: MlpLayer) -> Names:
+    up = projection("up", {"input_linear": None}, layer.bias)
+    return up | projection("down", {"output_linear": None}, layer.bias)
+
+
 _GRANITE_EXPERTS = ExpertNames(
-    router=f"{_MOE}.router.layer.weight",
-    other_router=(f"{_MOE}.router.weight",),
-    up=f"{_MOE}.input_linear.weight",
-    other_up=(f"{_MOE}.experts.gate_up_proj",),
-    down=f"{_MOE}.output_linear.weight",
-    other_down=(f"{_MOE}.experts.down_proj",),
+    branch="block_sparse_moe",
+    router="router.layer.weight",
+    other_router=("router.weight",),
+    up="input_linear.weight",
+    other_up=("experts.gate_up_proj",),
+    down="output_linear.weight",
+    other_down=("experts.down_proj",),
     shared="shared_mlp",
+    shared_names=_fused_mlp_names,
 )
-_GRANITE_EXPERT_FIELDS = {
-    "num_experts": "num_local_experts",
-    "top_k": "num_experts_per_tok",
-    "intermediate_size": "intermediate_size",
-}
 
 
 def _granitemoehybrid(fields: ConfigFields) -> ModelSpec:
     fields.choice("hidden_act", ("silu",))
-    shared = MlpLayer(fields["shared_intermediate_size"])
-    mlp: Layer = shared
+    mlp: Layer = (shared := MlpLayer(fields["shared_intermediate_size"]))
     if fields["num_local_experts"]:
-        mlp = read_experts(fields, RouterSpec(), _GRANITE_EXPERT_FIELDS, shared=shared)
+        mlp = read_experts(fields, RouterSpec(), LOCAL_FIELDS, shared=shared)
 
     def attention() -> Layer:
         # Anything but "rope" means no position code at all: the Mamba layers carry the order.
         rope = fields.rope() if fields.raw("position_embedding_type") == "rope" else None
         return fields.attention(rope=rope, scale=fields["attention_multiplier"])
 
-    return fields.model(
-        read_layers(fields, "layer_types", {"full_attention": attention, "linear_attention": fields.mamba}, mlp),
-        embedding_multiplier=fields["embedding_multiplier"],
-        residual_multiplier=fields["residual_multiplier"],
-        logits_divisor=fields["logits_scaling"],
-    )
+    blocks = read_layers(fields, "layer_types", {"full_attention": attention, "linear_attention": fields.mamba})
+    return fields.model(blocks, mlp, **granite_multipliers(fields))
 
 
 # --- NemotronH: one branch per layer (Mamba-2, attention without rotary embedding, an ungated MLP or experts) ------
@@ -135,16 +139,11 @@ _MAMBA_FIELDS = {
     "proj_bias": "use_bias",
     "norm_eps": "layer_norm_epsilon",
 }
-_EXPERT_FIELDS = {**EXPERT_FIELDS, "num_experts": "n_routed_experts"}
 _EXPERTS = ExpertNames(
+    branch="mixer",
     norm="norm",
-    router="mixer.gate.weight",
-    correction="mixer.gate.e_score_correction_bias",
-    up="mixer.experts.up_proj",
-    other_up=("mixer.experts.{}.up_proj.weight",),
-    down="mixer.experts.down_proj",
-    other_down=("mixer.experts.{}.down_proj.weight",),
-    latent=("mixer.fc1_latent_proj", "mixer.fc2_latent_proj"),
+    up="experts.up_proj",
+    other_up=("experts.{}.up_proj.weight",),
     shared="mixer.shared_experts",
 )
 _READ = (
@@ -178,7 +177,7 @@ def _nemotron_h(fields: ConfigFields, listed: str = "layers_block_type") -> Mode
         return read_experts(
             fields,
             sigmoid_router(fields, "n_routed_experts"),
-            _EXPERT_FIELDS,
+            {"num_experts": "n_routed_experts"},
             activation=shared.activation,
             gated=False,
             shared=shared,
@@ -191,12 +190,8 @@ def _nemotron_h(fields: ConfigFields, listed: str = "layers_block_type") -> Mode
         return fields.attention(rope=None, bias=False)
 
     readers = {"linear_attention": mamba, "full_attention": attention, "mlp": mlp, "moe": experts}
-    return fields.model(
-        read_layers(fields, listed, readers),
-        "layer_norm_epsilon",
-        branches_per_layer=1,
-        residual_in_fp32=fields["residual_in_fp32"],
-    )
+    layers, wide = read_layers(fields, listed, readers), fields["residual_in_fp32"]
+    return fields.model(layers, norm_eps="layer_norm_epsilon", residual_in_fp32=wide)
 
 
 def _mtp_layers(fields: ConfigFields, spec: ModelSpec) -> tuple[tuple[Layer, ...], int]:
@@ -226,9 +221,8 @@ def _mamba2(fields: ConfigFields) -> ModelSpec:
         )
     return fields.model(
         (mamba,) * fields["num_hidden_layers"],
-        "layer_norm_epsilon",
-        _LENGTHS,
-        branches_per_layer=1,
+        norm_eps="layer_norm_epsilon",
+        lengths=_LENGTHS,
         residual_in_fp32=fields["residual_in_fp32"],
     )
 
@@ -250,9 +244,8 @@ FAMILIES = (
         _granitemoehybrid,
         partial(
             weight_names,
-            mlp=("shared_mlp", "post_attention_layernorm"),
-            fused_mlp=True,
-            mixers={**MIXERS, ExpertsLayer: _GRANITE_EXPERTS},
+            mlp=("shared_mlp", "post_attention_layernorm", _fused_mlp_names),
+            mixers={ExpertsLayer: _GRANITE_EXPERTS},
         ),
         needs=("layer_types", "layers_block_type"),
     ),
