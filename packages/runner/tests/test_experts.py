@@ -313,39 +313,3 @@ def test_a_branch_is_captured_on_cuda(layer: Experts, dtype: torch.dtype) -> Non
     graph.replay()
     # Entries are sums of large terms of both signs, so the error is relative to the norm.
     assert (y.double() - wanted).norm() <= (1e-5 if dtype == torch.float32 else 4e-2) * wanted.norm()
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"num_experts": 0}, "num_experts is 0; it must be at least 1"),
-        ({"top_k": 10}, "top_k is 10; it must be at most 9 of num_experts = 9, in 1 of 1 groups"),
-        ({"activation": "gelu"}, "activation is 'gelu'; supported are 'relu2', 'silu', "),
-        ({"shared": None}, "shared_gate is True and shared None; it must be False without shared experts"),
-        ({"latent_size": 0}, "latent_size is 0; it must be at least 1"),
-    ],
-)
-def test_layers_that_can_not_be(fields: dict[str, Any], message: str) -> None:
-    known = {"num_experts": 9, "top_k": 4, "intermediate_size": 12, "router": RouterSpec()}
-    with pytest.raises(ValueError, match=message):
-        ExpertsLayer(**(known | {"shared": MlpLayer(20), "shared_gate": True} | fields))
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"scores": "tanh"}, "scores is 'tanh'; supported are 'softmax' and 'sigmoid'"),
-        ({"num_groups": 2, "top_groups": 3}, "top_groups is 3; it must be at most num_groups = 2"),
-        ({"corrected": True}, "scores is 'softmax'; a correction and groups need 'sigmoid'"),
-    ],
-)
-def test_routers_that_can_not_be(fields: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        RouterSpec(**fields)
-
-
-@pytest.mark.parametrize(("groups", "message"), [(2, "must divide"), (9, "a group needs two")])
-def test_groups_that_can_not_be(groups: int, message: str) -> None:
-    router = RouterSpec(scores="sigmoid", num_groups=groups)
-    with pytest.raises(ValueError, match=f"num_groups is {groups}; .*{message}"):
-        ExpertsLayer(num_experts=9, top_k=1, intermediate_size=12, router=router)

@@ -108,10 +108,10 @@ class EngineOperations:
                 case VerifyGraphs(fuzz):
                     return self._verify(fuzz)
                 case LoadAdapter(adapter):
-                    self._enabled.load_everywhere(adapter)
+                    self._enabled.load(adapter)
                     return None
                 case UnloadAdapter(lora_name):
-                    self._enabled.unload_everywhere(lora_name)
+                    self._enabled.unload(lora_name)
                     return None
         except (ValueError, OSError) as error:
             return error

@@ -16,7 +16,7 @@ from bateleur.runner.checkpoint.names import Names, WeightPart
 from bateleur.runner.models.lora import is_adaptable
 from bateleur.runner.utils.arguments import Number, refuse, shown
 from bateleur.runner.utils.json_file import errors_in, read_json
-from bateleur.runner.utils.tensor_files import DTYPES
+from bateleur.runner.utils.tensor_files import DTYPES, renamed
 
 _WEIGHT = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<matrix>[AB])(\.default)?\.weight")
 _REFUSED = (
@@ -99,10 +99,7 @@ def _read_modules(
                 if match is None:
                     problems.append(f"{name}: is neither lora_A nor lora_B of a linear layer")
                     continue
-                module = match["module"]
-                for other, ours in other_prefixes:
-                    if module.startswith(other):
-                        module = ours + module.removeprefix(other)
+                module = renamed(match["module"], other_prefixes)
                 stored.setdefault(module, match["module"])
                 pair = modules.setdefault(module, {})
                 if match["matrix"] in pair:

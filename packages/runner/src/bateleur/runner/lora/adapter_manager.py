@@ -97,12 +97,15 @@ class AdapterManager:
         return {name: each.folder for name, each in self._loaded.items()}
 
     def load(self, adapter: LoRARequest) -> None:
-        """Read a LoRA adapter into an adapter slot, unless it is loaded already.
+        """Read a LoRA adapter into an adapter slot on every rank, unless it is loaded already.
 
         Raises:
             ValueError: the folder is no adapter that fits (see `read_adapter`), the name is taken by another folder,
-                or unfinished requests use all slots.
+                or unfinished requests use all slots. All ranks raise the error of one.
         """
+        run_on_all_ranks(self._ranks, lambda: self._load(adapter))
+
+    def _load(self, adapter: LoRARequest) -> None:
         if not self._read(adapter).slot and not self._place(adapter.lora_name):
             self._drop_unused()
             raise AdaptersBusy(
@@ -111,24 +114,30 @@ class AdapterManager:
 
     def _read(self, adapter: LoRARequest) -> _Loaded:
         """Read the files of an adapter unless its name is known. Does not give it a slot."""
-        source = Path(adapter.lora_path)
+        source, named = Path(adapter.lora_path), f"lora_name={shown(adapter.lora_name)}"
         known = self._loaded.get(adapter.lora_name)
-        if known is not None and (known.folder == source or not adapter.lora_path):
-            return known
-        if known is not None:
-            raise ValueError(f"lora_name={shown(adapter.lora_name)}: is loaded from {known.folder}; unload it first")
-        if not adapter.lora_path:
-            raise ValueError(f"lora_name={shown(adapter.lora_name)}: is not loaded; give its folder as lora_path")
-        try:
-            matrices = read_adapter(source, self._names, self._shapes, self._prefixes, self.pool.max_rank)
-            digest = _digest(source)
-        except OSError as error:
-            raise ValueError(f"lora_path={source}: {error}") from error
-        known = self._loaded[adapter.lora_name] = _Loaded(source, digest, matrices)
+        if known is None and not adapter.lora_path:
+            raise ValueError(f"{named}: is not loaded; give its folder as lora_path")
+        if known is None:
+            try:
+                matrices = read_adapter(source, self._names, self._shapes, self._prefixes, self.pool.max_rank)
+                files = [(source / name).read_bytes() for name in (CONFIG, WEIGHTS)]
+            except OSError as error:
+                raise ValueError(f"lora_path={source}: {error}") from error
+            digest = blake2b(b"".join(files), digest_size=_DIGEST_BYTES).digest()
+            known = self._loaded[adapter.lora_name] = _Loaded(source, digest, matrices)
+        elif adapter.lora_path and known.folder != source:
+            raise ValueError(f"{named}: is loaded from {known.folder}; unload it first")
         return known
 
     def unload(self, name: str) -> None:
-        """Unload an adapter and free its slot. Raises ValueError if it is not loaded, or unfinished requests use it."""
+        """Unload an adapter on every rank and free its slot.
+
+        Raises ValueError on all ranks if it is not loaded, or unfinished requests use it.
+        """
+        run_on_all_ranks(self._ranks, lambda: self._unload(name))
+
+    def _unload(self, name: str) -> None:
         known = self._loaded.get(name)
         if known is None:
             raise ValueError(f"lora_name={shown(name)}: is not loaded; loaded are {', '.join(self._loaded) or 'none'}")
@@ -156,10 +165,7 @@ class AdapterManager:
         """Give slots to requests that wait, first come, first served. Returns the slot of each; 0 if it still waits.
 
         While a request waits, no later one gets the least recently used adapter. So the slot of this adapter becomes
-        free, and no request waits forever.
-
-        Args:
-            waiting: adapter of each request, in service order.
+        free, and no request waits forever. waiting: adapter of each request, in service order.
         """
         slots, blocked = list[int](), False
         for name in waiting:
@@ -180,14 +186,6 @@ class AdapterManager:
         known.num_holders -= held
         self._drop_unused()
 
-    def load_everywhere(self, adapter: LoRARequest) -> None:
-        """Load an adapter on every rank, see `load`. Raises on all ranks the ValueError of one."""
-        run_on_all_ranks(self._ranks, lambda: self.load(adapter))
-
-    def unload_everywhere(self, name: str) -> None:
-        """Unload an adapter on every rank, see `unload`. Raises on all ranks the ValueError of one."""
-        run_on_all_ranks(self._ranks, lambda: self.unload(name))
-
     def recount(self, requests: Iterable[tuple[str, bool]]) -> None:
         """Recount the requests of each adapter after an interruption. requests: adapter, and whether it has a slot."""
         counts = Counter(requests)
@@ -203,10 +201,10 @@ class AdapterManager:
         """Load an adapter into a free slot or an idle adapter's slot. Returns False if there is no such slot."""
         every = self._loaded.values()
         free = set(range(1, self.pool.num_slots + 1)) - {each.slot for each in every}
-        idle = [each for each in every if each.slot and not each.num_holders]
-        if not free and not idle:
-            return False
         if not free:
+            idle = [each for each in every if each.slot and not each.num_holders]
+            if not idle:
+                return False
             victim = min(idle, key=lambda each: each.last_use)
             free, victim.slot = {victim.slot}, 0
         known, slot = self._loaded[name], min(free)
@@ -214,10 +212,3 @@ class AdapterManager:
         known.slot = slot
         self._drop_unused()
         return True
-
-
-def _digest(folder: Path) -> bytes:
-    digest = blake2b(digest_size=_DIGEST_BYTES)
-    for name in (CONFIG, WEIGHTS):
-        digest.update((folder / name).read_bytes())
-    return digest.digest()

@@ -6,6 +6,7 @@ Shapes: S rows, K columns of the input, N columns of the output, E groups.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from functools import cache
 
 import torch
@@ -15,9 +16,9 @@ from torch.library import Library
 
 from bateleur.metadata.dispatch import Implementations, define_op
 from bateleur.runner.models.matrix import Projection, Unallocated
+from bateleur.runner.models.operators import operator
 from bateleur.runner.models.quantized import QuantizedMatrix, Scheme
-from bateleur.runner.models.quantized_product import grouped_product as quantized_product
-from bateleur.runner.models.quantized_product import warm_sizes
+from bateleur.runner.models.quantized_product import quantized_linear, warm_sizes
 
 _ALIGNED_BYTES = 16
 _MOST_GROUPS = 1023
@@ -26,17 +27,34 @@ _GENERATIONS = (9, 10)
 """Of GPUs, that torch has a kernel for; for others (Ampere, Ada, consumer Blackwell) it copies the ends to the host."""
 
 
-def masked_products(x: Tensor, weight: Tensor, group_ends: Tensor) -> Tensor:
-    """Multiply every row by the matrix of its group, in torch on any device and dtype.
+Product = Callable[[int, Tensor], Tensor]
+"""Returns the product of rows and the matrix of a group."""
 
-    It multiplies all rows by the matrices of all groups, and keeps one product for each row. Arguments are those of
-    `grouped_product`.
-    """
+
+def masked_products(x: Tensor, weight: Tensor, group_ends: Tensor) -> Tensor:
+    """Multiply every row by the matrix of its group, in torch on any device and dtype; see `grouped_product`."""
+    return _masked(x.new_zeros(x.shape[0], weight.shape[1]), x, group_ends, lambda e, rows: F.linear(rows, weight[e]))
+
+
+def _masked(y: Tensor, x: Tensor, group_ends: Tensor, product: Product) -> Tensor:
+    """Return y with the products of all rows. It multiplies all rows by the matrices of all groups."""
     rows_S1 = torch.arange(x.shape[0], device=x.device).unsqueeze(1)
-    y_SN = x.new_zeros(x.shape[0], weight.shape[1])
-    for e in reversed(range(weight.shape[0])):  # a row belongs to the first group that ends after it
-        y_SN = torch.where(rows_S1 < group_ends[e], F.linear(x, weight[e]), y_SN)
-    return y_SN
+    for e in reversed(range(len(group_ends))):  # a row belongs to the first group that ends after it
+        y = torch.where(rows_S1 < group_ends[e], product(e, x), y)
+    return y
+
+
+def _by_group(y: Tensor, x: Tensor, group_ends: Tensor, product: Product) -> Tensor:
+    """Return y with the products of all rows, computed group by group. CPU only, where reading ends does not wait."""
+    for e, start, end in _filled(group_ends):
+        y[start:end] = product(e, x[start:end])
+    return y
+
+
+def _filled(group_ends: Tensor) -> list[tuple[int, int, int]]:
+    """Return (group, first row, end) of the groups that have rows."""
+    every: list[int] = group_ends.tolist()
+    return [(e, a, b) for e, (a, b) in enumerate(zip([0, *every], every, strict=False)) if a < b]
 
 
 FORMS = Implementations(masked_products, triton="bateleur.runner.models.kernels.grouped:grouped_products")
@@ -51,7 +69,8 @@ def grouped_product(x: Tensor, weight: Tensor, group_ends: Tensor) -> Tensor:
     own input, even if others are NaN. Rows after the last group are undefined.
     """
     if x.is_cpu:
-        return _by_group(x, weight, group_ends)
+        y_SN = x.new_empty(x.shape[0], weight.shape[1])
+        return _by_group(y_SN, x, group_ends, lambda e, rows: rows @ weight[e].t())
     if torch_supports(x, weight):
         return F.grouped_mm(x, weight.transpose(1, 2), offs=group_ends)
     return (FORMS.torch if x.dtype == torch.float64 else FORMS.on(x))(x, weight, group_ends)
@@ -73,21 +92,6 @@ def generation(device: torch.device) -> int:
     return torch.cuda.get_device_capability(device)[0]
 
 
-def _by_group(x: Tensor, weight: Tensor, group_ends: Tensor) -> Tensor:
-    y_SN = x.new_empty(x.shape[0], weight.shape[1])
-    for e, start, end in _filled(group_ends):
-        torch.mm(x[start:end], weight[e].t(), out=y_SN[start:end])
-    return y_SN
-
-
-def _filled(group_ends: Tensor) -> list[tuple[int, int, int]]:
-    """Return (group, first row, end) of the groups that have rows. CPU only, where reading `group_ends` does not
-    wait.
-    """
-    every: list[int] = group_ends.tolist()
-    return [(e, a, b) for e, (a, b) in enumerate(zip([0, *every], every, strict=False)) if a < b]
-
-
 _library = Library("bateleur", "FRAGMENT")
 _grouped_product = define_op(
     _library,
@@ -96,6 +100,18 @@ _grouped_product = define_op(
     mutates=(),
     fake=lambda x, weight, group_ends: x.new_empty(x.shape[0], weight.shape[1]),
 )
+
+
+@operator("quantized", lambda x, ends, parts, scheme: x.new_empty(x.shape[0], parts[0].shape[1]), direct=True)
+def quantized_grouped(x: Tensor, ends: Tensor, parts: Sequence[Tensor], scheme: str) -> Tensor:
+    """Return (S, N): each row of x (S, K) times the transpose of its group's quantised matrix, as `grouped_product`.
+
+    ends: (E,) int32, end of the rows of each group. parts, scheme: tensors and scheme of W (E, N, K), as in
+    `quantized_linear`.
+    """
+    y_SN = x.new_zeros(x.shape[0], parts[0].shape[1])
+    form = _by_group if x.is_cpu else _masked
+    return form(y_SN, x, ends, lambda e, rows: quantized_linear(rows, [each[e] for each in parts], scheme, None))
 
 
 class GroupedProjection:
@@ -112,13 +128,12 @@ class GroupedProjection:
         self.bias: Tensor | None = None
 
     def __call__(self, x: Tensor, group_ends: Tensor) -> Tensor:
-        """Return (S, rows) for x (S, columns). group_ends: (E,) int32, end of each group's rows, as in
-        `grouped_product`.
-        """
+        """Return (S, rows) for x (S, columns). group_ends: see `grouped_product`."""
         if self._weight is not None:
             return _grouped_product(x, self.weight, group_ends)
         if self.quantized is not None:
-            return quantized_product(x, group_ends, self.quantized)
+            parts = list(self.quantized.tensors().values())
+            return quantized_grouped(x, group_ends, parts, self.quantized.scheme.key())
         filled = _filled(group_ends)
         found = [self._packed[e](x[start:end]) for e, start, end in filled]
         if not found:
@@ -157,10 +172,7 @@ class GroupedProjection:
         return tuple(held.shape)
 
     def tensors(self, name: str) -> dict[str, Tensor]:
-        """Return the weight W under `name`.
-
-        If it is quantised, return codes and scales under names that begin with `name`.
-        """
+        """Return the weight W under `name`, or codes and scales under names that begin with `name`."""
         if self._packed and self._packed[0].pieces:
             return {key: each for e, one in enumerate(self._packed) for key, each in one.tensors(f"{name}.{e}").items()}
         return {name: self.weight} if self.quantized is None else self.quantized.tensors(f"{name}.")

@@ -1,4 +1,4 @@
-"""Products with quantised matrices: operators with a form in plain torch, and Triton kernels on CUDA."""
+"""Products with quantised matrices, in plain torch, and by Triton kernels on CUDA."""
 
 from __future__ import annotations
 
@@ -33,27 +33,6 @@ def quantized_linear(x: Tensor, parts: Sequence[Tensor], scheme: str, bias: Tens
     return y
 
 
-@operator("quantized", lambda x, ends, parts, scheme: x.new_empty(x.shape[0], parts[0].shape[1]), direct=True)
-def quantized_grouped(x: Tensor, ends: Tensor, parts: Sequence[Tensor], scheme: str) -> Tensor:
-    """Return (S, N): each row of x (S, K) times the transpose of its group's quantised matrix, as `grouped_product`.
-
-    ends: (E,) int32, end of the rows of each group. parts, scheme: tensors and scheme of W (E, N, K), as in
-    `quantized_linear`.
-    """
-    y, count = x.new_zeros(x.shape[0], parts[0].shape[1]), len(parts[0])
-    if x.is_cpu:
-        every: list[int] = ends.tolist()
-        for e, (first, end) in enumerate(zip([0, *every], every, strict=False)):
-            if first < end:
-                y[first:end] = quantized_linear(x[first:end], [each[e] for each in parts], scheme, None)
-        return y
-    rows_S1 = torch.arange(x.shape[0], device=x.device).unsqueeze(1)
-    for e in reversed(range(count)):  # no wait for `ends`; the first group that ends after a row is its own
-        product = quantized_linear(x, [each[e] for each in parts], scheme, None)
-        y = torch.where(rows_S1 < ends[e], product, y)
-    return y
-
-
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Return `x W^T + b` for x (T, K), a plain W (N, K) and b (N,) or None.
 
@@ -78,8 +57,3 @@ def product(x: Tensor, matrix: QuantizedMatrix, bias: Tensor | None) -> Tensor:
 def warm_sizes(most: int, groups: int = 1) -> list[int]:
     """Return row counts, at most `most`, whose products launch every kernel of a matrix, or of `groups` matrices."""
     return sorted({min(each * groups, most) for each in (1, 32, 257)} | {1, most})
-
-
-def grouped_product(x: Tensor, ends: Tensor, matrix: QuantizedMatrix) -> Tensor:
-    """Return each row of x (S, K) times the transpose of its group's quantised matrix, see `quantized_grouped`."""
-    return quantized_grouped(x, ends, list(matrix.tensors().values()), matrix.scheme.key())

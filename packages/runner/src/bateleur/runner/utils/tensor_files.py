@@ -58,25 +58,24 @@ class TensorEntry:
 def list_tensors(folder: Path, other_prefixes: Sequence[tuple[str, str]] = ()) -> dict[str, TensorEntry]:
     """Return all tensors of `model.safetensors`, or of the shards in `model.safetensors.index.json`, by name.
 
-    other_prefixes: pairs (prefix in files, our prefix) by which names are changed.
-
-    Tensors in a shard other than the one in the index are left out. Raises ValueError if there are no
-    weights, a shard is missing, truncated or lacks a listed tensor, or two tensors have one name.
+    Names are changed by `renamed`. Tensors in a shard other than the one in the index are left out. Raises ValueError
+    if there are no weights, a shard is missing, truncated or lacks a listed tensor, or two tensors have one name.
     """
     entries: dict[str, TensorEntry] = {}
     single = folder / SINGLE
     for entry in _headers(single) if single.is_file() else _indexed(folder):
-        name = entry.name
-        for other, ours in other_prefixes:
-            if name.startswith(other):
-                name = ours + name.removeprefix(other)
-        if name in entries and not entry.named:
-            continue
-        if name in entries:
-            there = entries[name]
+        there = entries.setdefault(renamed(entry.name, other_prefixes), entry)
+        if there is not entry and entry.named:
             raise ValueError(f"{entry.file}: {entry.name} is also in {there.file.name} as {there.name}")
-        entries[name] = entry
     return entries
+
+
+def renamed(name: str, other_prefixes: Sequence[tuple[str, str]]) -> str:
+    """Return a name of a file with our prefix. other_prefixes: pairs (prefix in files, our prefix)."""
+    for other, ours in other_prefixes:
+        if name.startswith(other):
+            name = ours + name.removeprefix(other)
+    return name
 
 
 def _indexed(folder: Path) -> list[TensorEntry]:

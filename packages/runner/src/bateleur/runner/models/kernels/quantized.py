@@ -232,7 +232,7 @@ def quantized_linear(x, parts, scheme, bias):
 
 
 def quantized_grouped(x, ends, parts, scheme):
-    """Return each row of x times its group's quantised matrix, see `models.quantized_product.quantized_grouped`."""
+    """Return each row of x times its group's quantised matrix, see `models.grouped.quantized_grouped`."""
     (tokens, columns), (experts, rows, groups) = x.shape, parts[1].shape
     matrix = QuantizedMatrix.of(scheme, columns, parts)
     kind = matrix.scheme

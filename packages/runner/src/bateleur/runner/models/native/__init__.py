@@ -6,8 +6,10 @@ Shapes: T tokens, N rows of a matrix, K columns; P panels of WIDTH rows.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,13 +18,13 @@ from torch.library import Library
 from bateleur.metadata.dispatch import Implementations, define_op, skip_dispatcher
 from bateleur.metadata.native import Kernel, entry, kernels, unavailable_reason
 
+F = TypeVar("F", bound=Callable[..., Any])
 _NAMES = {
     (torch.float32, torch.float32): "linear_float",
     (torch.float32, torch.bfloat16): "linear_wide",
     (torch.bfloat16, torch.bfloat16): "linear_bf16",
 }
 """Kernels by dtype of tokens and of the packed matrix."""
-_LINEAR = "=plllpppli"
 
 
 def packs(weight: Tensor) -> bool:
@@ -33,10 +35,7 @@ def packs(weight: Tensor) -> bool:
 
 
 def narrowed(weight: Tensor) -> Tensor:
-    """Return W (N, K) in bfloat16 if that represents all its float32 numbers, as in bfloat16 checkpoints.
-
-    Else return W.
-    """
+    """Return W (N, K) in bfloat16 if that represents all its float32 numbers, as in bfloat16 checkpoints; else W."""
     if weight.dtype != torch.float32 or weight.shape[1] % 2:
         return weight
     parts = weight.view(torch.int32).split(1024)  # the first part decides for most
@@ -48,13 +47,12 @@ def packed_bytes(rows: int, columns: int, dtype: torch.dtype, stored: torch.dtyp
 
     stored: dtype that represents all numbers of W.
     """
-    if (dtype, dtype) not in _NAMES or not rows * columns or unavailable_reason() is not None:
-        return None
-    if dtype == torch.bfloat16 and columns % 2:
+    unpacked = (dtype == torch.bfloat16 and columns % 2) or not rows * columns
+    if unpacked or (dtype, dtype) not in _NAMES or unavailable_reason() is not None:
         return None
     if stored == torch.bfloat16 and columns % 2 == 0:
         dtype = stored
-    width = _panel_width()
+    width = panel_width()
     return -(-rows // width) * width * columns * dtype.itemsize
 
 
@@ -70,7 +68,7 @@ def pack(weight: Tensor) -> Tensor:
 
     float32: (P, K, WIDTH); bfloat16: (P, K / 2, WIDTH, 2).
     """
-    (rows, columns), width, together = weight.shape, _panel_width(), _columns(weight)
+    (rows, columns), width, together = weight.shape, panel_width(), _columns(weight)
     panels = -(-rows // width)
     packed = torch.empty(panels, columns // together, width, together, dtype=weight.dtype)
     full, rest = divmod(rows, width)
@@ -115,17 +113,13 @@ def address(packed: Tensor, dtype: torch.dtype) -> int:
 
 _library = Library("bateleur", "FRAGMENT")
 
-product = skip_dispatcher(
-    define_op(
-        _library,
-        packed_linear,
-        Implementations(packed_linear),
-        mutates=(),
-        fake=lambda x, packed, bias, rows: x.new_empty(x.shape[0], rows),
-    ),
-    packed_linear,
-)
-"""`packed_linear` as an operator that graphs record."""
+
+def as_operator(form: F, fake: Callable[..., Tensor]) -> F:
+    """Return a C product as an operator that graphs record; otherwise it is called directly."""
+    return skip_dispatcher(define_op(_library, form, Implementations(form), mutates=(), fake=fake), form)
+
+
+product = as_operator(packed_linear, lambda x, packed, bias, rows: x.new_empty(x.shape[0], rows))
 
 
 def _columns(weight: Tensor) -> int:
@@ -139,7 +133,8 @@ def _linear(dtype: torch.dtype, packed: torch.dtype) -> Kernel:
 
 
 @cache
-def _panel_width() -> int:
+def panel_width() -> int:
+    """Return WIDTH, which depends on the processor."""
     width = ctypes.c_int64()
     _kernels()["panel_width"](ctypes.addressof(width))
     return width.value
@@ -147,5 +142,5 @@ def _panel_width() -> int:
 
 @cache
 def _kernels() -> dict[str, Kernel]:
-    names = (*((name, _LINEAR) for name in _NAMES.values()), ("panel_width", "p"))
+    names = (*((name, "=plllpppli") for name in _NAMES.values()), ("panel_width", "p"))
     return dict(kernels(Path(__file__).parent / "linear.c", names))

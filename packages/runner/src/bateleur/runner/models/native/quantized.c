@@ -13,8 +13,6 @@ typedef struct {
   const float *scales, *zeros; /* zeros may be 0 */
 } panel;
 
-void quantized_width(int64_t *width) { *width = WIDTH; }
-
 INLINE vec weight(const int bits, ivec word, int column, vec scale, const float *zeros) {
   vec x = __builtin_convertvector(word << (32 - bits - bits * column) >> (32 - bits), vec);
 #ifdef __AVX512F__

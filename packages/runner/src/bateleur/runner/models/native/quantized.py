@@ -5,7 +5,6 @@ Shapes: T tokens, N rows of a matrix, K columns, G groups of columns; P panels o
 
 from __future__ import annotations
 
-import ctypes
 from dataclasses import dataclass, fields
 from functools import cache
 from pathlib import Path
@@ -13,10 +12,9 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.library import Library
 
-from bateleur.metadata.dispatch import Implementations, define_op, skip_dispatcher
 from bateleur.metadata.native import Kernel, kernels, unavailable_reason
+from bateleur.runner.models.native import as_operator, panel_width
 from bateleur.runner.models.quantized import Layout, QuantizedMatrix, Scheme, unpack
 
 _NAMES = {Layout.I8: "quantized_i8", Layout.I4: "quantized_i4"}
@@ -81,8 +79,7 @@ class PackedMatrix:
     def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """Return `x W^T + b` (T, N) for float32 x (T, K)."""
         rows, layout = self.shape[0], self.scheme.layout
-        found: Tensor = product(x, self.codes, self.scales, self.zeros, bias, [rows, self.group, layout is Layout.I4])
-        return found
+        return product(x, self.codes, self.scales, self.zeros, bias, [rows, self.group, layout is Layout.I4])
 
 
 def packed_quantized(
@@ -105,24 +102,12 @@ def packed_quantized(
     return y
 
 
-_library = Library("bateleur", "FRAGMENT")
-
-product = skip_dispatcher(
-    define_op(
-        _library,
-        packed_quantized,
-        Implementations(packed_quantized),
-        mutates=(),
-        fake=lambda x, codes, scales, zeros, bias, sizes: x.new_empty(x.shape[0], sizes[0]),
-    ),
-    packed_quantized,
-)
-"""`packed_quantized` as an operator, which graphs record."""
+product = as_operator(packed_quantized, lambda x, codes, scales, zeros, bias, sizes: x.new_empty(x.shape[0], sizes[0]))
 
 
 def _panels(rows: Tensor) -> Tensor:
     """Return the panels (P, C, WIDTH) of a matrix (N, C), with zeros for the rows after the last."""
-    width = _width()
+    width = panel_width()
     padded = F.pad(rows, (0, 0, 0, -len(rows) % width))
     return padded.view(-1, width, rows.shape[1]).transpose(1, 2).contiguous()
 
@@ -132,13 +117,6 @@ def _rows(panels: Tensor, count: int) -> Tensor:
 
 
 @cache
-def _width() -> int:
-    width = ctypes.c_int64()
-    _kernels()["quantized_width"](ctypes.addressof(width))
-    return width.value
-
-
-@cache
 def _kernels() -> dict[str, Kernel]:
-    names = (*((name, "=plllppplppli") for name in _NAMES.values()), ("quantized_width", "p"))
+    names = tuple((name, "=plllppplppli") for name in _NAMES.values())
     return dict(kernels(Path(__file__).parent / "quantized.c", names))
