@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from bateleur.metadata.dispatch import load
-from bateleur.runner.models import latent_attention, mlp  # noqa: F401  define the operators
+from bateleur.runner.models import attention, mlp  # noqa: F401  define the operators
 from bateleur.runner.models.operators import FORMS
 from bateleur.runner.models.spec import Activation
 

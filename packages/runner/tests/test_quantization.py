@@ -508,9 +508,9 @@ def test_info_tells_schemes_bytes_and_kernels(folders: Callable[[str, str], Fold
         name: sum(packed_change(part, torch.float32) for part in quantized_parts(each))
         for name, each in describe_model(open_checkpoint(quantised), torch.float32, "meta")[0].matrices.items()
     }
-    before = weight_sizes(model)
+    before = weight_sizes(model.weights(), model.matrices)
     model.pack()
-    after = weight_sizes(model)
+    after = weight_sizes(model.weights(), model.matrices)
     assert {name: after[name].num_bytes - before[name].num_bytes for name in foreseen} == foreseen
     assert facts.held_bytes >= sum(each.num_bytes for each in after.values())
 

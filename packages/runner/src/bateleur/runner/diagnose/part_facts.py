@@ -60,7 +60,7 @@ def count_parts(model: HybridDecoder | MtpHead) -> dict[str, PartFacts]:
     spec = model.module if isinstance(model, MtpHead) else model.spec
     counts = Counter(KINDS[type(part)] for layer in spec.layers for part in parts_of(layer))
     found = {kind: [count, 0, 0, 0] for kind, count in counts.items()} | {EMBEDDINGS: [0, 0, 0, 0]}
-    for name, weight in weight_sizes(model).items():
+    for name, weight in weight_sizes(model.weights(), model.matrices).items():
         kind, active = EMBEDDINGS, weight.num_bytes
         if (layer := layer_of(spec, name)) is not None:
             kind = KINDS[type(layer)]

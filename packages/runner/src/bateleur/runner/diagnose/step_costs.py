@@ -95,7 +95,7 @@ def _weights(model: HybridDecoder, num_tokens: int) -> list[tuple[str, StepPart]
     spec, size = model.spec, model.dtype.itemsize
     rows = StepPart(weight_bytes=num_tokens * spec.hidden_size * size)
     logits = StepPart(activation_bytes=num_tokens * spec.vocab_size * _LOGIT_BYTES)
-    sizes = weight_sizes(model)
+    sizes = weight_sizes(model.weights(), model.matrices)
     head = _product(sizes["embedding" if model.ties_lm_head else "lm_head"], num_tokens, 1.0)
     found = [(EMBEDDINGS, rows + logits + head)]
     for name, weight in sizes.items():

@@ -17,21 +17,18 @@ from bateleur.cudagraph.execution import Execution
 from bateleur.mamba import Recurrence
 from bateleur.runner.distributed.expert_parallel import ExpertParallel
 from bateleur.runner.distributed.ranks import ALONE, Ranks
-from bateleur.runner.models.attention import Attention
+from bateleur.runner.models.attention import Attention, LatentAttention
 from bateleur.runner.models.context import LayerStep, StepContext
-from bateleur.runner.models.delta import Delta
 from bateleur.runner.models.experts import Experts
 from bateleur.runner.models.grouped import GroupedProjection
-from bateleur.runner.models.latent_attention import LatentAttention
 from bateleur.runner.models.lora import is_adaptable
-from bateleur.runner.models.mamba import Mamba
 from bateleur.runner.models.matrix import Projection, empty_projection
 from bateleur.runner.models.mlp import Mlp
 from bateleur.runner.models.norm import RMSNorm
+from bateleur.runner.models.recurrent import Delta, GatedConv, Mamba
 from bateleur.runner.models.residual import Mixer, ResidualLayer
 from bateleur.runner.models.rope import RopeSpec, RopeTable
 from bateleur.runner.models.sharding import shard_experts, shard_model
-from bateleur.runner.models.short_conv import GatedConv
 from bateleur.runner.models.spec import (
     AttentionLayer,
     DeltaLayer,

@@ -10,11 +10,10 @@ import torch
 from torch import Tensor
 
 from bateleur.runner.distributed.expert_parallel import ExpertParallel
-from bateleur.runner.models.branch import ResidualBranch
 from bateleur.runner.models.context import LayerStep
 from bateleur.runner.models.grouped import GroupedProjection, empty_grouped
 from bateleur.runner.models.matrix import Projection, empty_projection
-from bateleur.runner.models.mlp import Mlp, activate
+from bateleur.runner.models.mlp import Mlp, ResidualBranch, activate
 from bateleur.runner.models.router import combine, logistic, route, sort_places
 from bateleur.runner.models.spec import ExpertsLayer
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -17,17 +16,6 @@ from bateleur.runner.models.grouped import GroupedProjection
 from bateleur.runner.models.matrix import Projection
 from bateleur.runner.models.native.quantized import PackedMatrix
 from bateleur.runner.models.quantized import QuantizedMatrix
-
-
-class HasWeights(Protocol):
-    """A model with weights: a decoder or a draft head."""
-
-    def weights(self) -> dict[str, Tensor]:
-        """Return all tensors of weights, by name."""
-
-    @property
-    def matrices(self) -> Mapping[str, Projection | GroupedProjection]:
-        """Projections by the names of their weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,12 +33,13 @@ class WeightSize:
         return math.prod(self.shape)
 
 
-def weight_sizes(model: HasWeights) -> dict[str, WeightSize]:
-    """Return the sizes of all weights, by name."""
-    matrices = model.matrices
+def weight_sizes(
+    weights: Mapping[str, Tensor], matrices: Mapping[str, Projection | GroupedProjection]
+) -> dict[str, WeightSize]:
+    """Return the sizes of all weights of a model, by name. matrices: those of them that are projections."""
     name_of = {part: name for name, each in matrices.items() for part in each.tensors(name)}
     found: dict[str, WeightSize] = {}
-    for part, tensor in model.weights().items():
+    for part, tensor in weights.items():
         name = name_of.get(part, part)
         whole = matrices.get(name, tensor)
         before = found[name].num_bytes if name in found else 0
@@ -65,12 +54,17 @@ def quantized_parts(projection: Projection | GroupedProjection) -> list[Quantize
     return [each.matrix for each in projection.pieces if isinstance(each.matrix, QuantizedMatrix)]
 
 
+def _first(matrix: QuantizedMatrix) -> QuantizedMatrix:
+    """Return the first of several matrices, or the only one."""
+    return matrix.rows(slice(0, 1)).flat() if matrix.codes.ndim == 3 else matrix
+
+
 def describe_quantized(matrix: QuantizedMatrix, device: torch.device, dtype: torch.dtype) -> str:
     """Return a description of the kernel that multiplies by a quantised matrix, for reports."""
     if device.type == "cuda" and dtype != torch.float64:
         return "Triton, dequantised in registers"
-    one = matrix.rows(slice(0, 1)).flat() if matrix.codes.ndim == 3 else matrix
-    return "torch, dequantised in tiles" if PackedMatrix.of(one, dtype) is None else "C, dequantised in registers"
+    packed = PackedMatrix.of(_first(matrix), dtype)
+    return "torch, dequantised in tiles" if packed is None else "C, dequantised in registers"
 
 
 def packed_change(matrix: QuantizedMatrix, dtype: torch.dtype) -> int:
@@ -78,10 +72,8 @@ def packed_change(matrix: QuantizedMatrix, dtype: torch.dtype) -> int:
 
     dtype: dtype of the tokens that it is multiplied with.
     """
-    many = len(matrix.codes) if matrix.codes.ndim == 3 else 1
-    one = matrix.rows(slice(0, 1)).flat() if matrix.codes.ndim == 3 else matrix
-    packed = PackedMatrix.of(one, dtype)
-    if packed is None:
+    one, many = _first(matrix), len(matrix.codes) if matrix.codes.ndim == 3 else 1
+    if (packed := PackedMatrix.of(one, dtype)) is None:
         return 0
     after, before = (sum(part.nbytes for part in each.tensors().values()) for each in (packed, one))
     return many * (after - before)
@@ -101,17 +93,14 @@ def packed_weight_bytes(
     if device.type != "cpu" or unavailable_reason() is not None:
         return held
     for projection in model.projections:
-        if quantised := quantized_parts(projection):
-            if not (recorded and isinstance(projection, GroupedProjection)):
-                held += sum(packed_change(each, model.dtype) for each in quantised)
-            continue
-        weight = projection.weight
-        grouped = not isinstance(projection, Projection)
+        grouped = isinstance(projection, GroupedProjection)
         if grouped and recorded:
             continue
-        packed = native.packed_bytes(weight.shape[-2], weight.shape[-1], weight.dtype, stored)
-        if packed is None:
+        if quantised := quantized_parts(projection):
+            held += sum(packed_change(each, model.dtype) for each in quantised)
             continue
-        tied = weight is model.embedding
-        held += packed * (len(weight) if grouped else 1) - (0 if tied else weight.nbytes)
+        weight = projection.weight
+        packed = native.packed_bytes(weight.shape[-2], weight.shape[-1], weight.dtype, stored)
+        if packed is not None:
+            held += packed * (len(weight) if grouped else 1) - (0 if weight is model.embedding else weight.nbytes)
     return held

@@ -1,4 +1,4 @@
-"""The feed-forward branch. Shapes: T tokens, M hidden size, F intermediate size."""
+"""The base class of residual branches, and the feed-forward branch. Shapes: T tokens, M and F hidden and inner size."""
 
 from __future__ import annotations
 
@@ -6,14 +6,38 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bateleur.runner.models.branch import ResidualBranch
 from bateleur.runner.models.context import LayerStep
-from bateleur.runner.models.matrix import empty_projection
+from bateleur.runner.models.grouped import GroupedProjection
+from bateleur.runner.models.matrix import Projection, empty_projection
 from bateleur.runner.models.operators import operator
 from bateleur.runner.models.spec import ExpertsLayer, MlpLayer
 
 _ALPHA, _LIMIT = 1.702, 7.0
 """Of `clamped_swiglu`."""
+
+
+class ResidualBranch:
+    """A residual branch: the computation between the norm of the residual stream and the sum with it.
+
+    Constructors take a tensor `like` (any, M). The branch gets its width M, dtype and device. Branches are plain
+    classes: `nn.Module` looks parameters up in a second dictionary and wraps every call, and nothing is trained here.
+    """
+
+    @property
+    def projections(self) -> dict[str, Projection | GroupedProjection]:
+        """Projections of the branch by the names of their weights."""
+        kinds = Projection, GroupedProjection
+        return {name: value for name, value in vars(self).items() if isinstance(value, kinds)}
+
+    def weights(self) -> dict[str, Tensor]:
+        """Return the tensors to load, by weight name."""
+        found = {
+            name: weight
+            for proj, projection in self.projections.items()
+            for name, weight in projection.tensors(proj).items()
+        }
+        biases = {name.replace("proj", "bias"): each.bias for name, each in self.projections.items()}
+        return found | {name: bias for name, bias in biases.items() if bias is not None}
 
 
 class Mlp(ResidualBranch):
@@ -51,16 +75,11 @@ def activation(gate_up: Tensor, size: int, name: str, gated: bool) -> Tensor:
         exact = gate_up.to(torch.promote_types(gate_up.dtype, torch.float32))
         gate_TF, up_TF = exact[:, :size].clamp(max=_LIMIT), exact[:, size:].clamp(-_LIMIT, _LIMIT)
         return (gate_TF * (_ALPHA * gate_TF).sigmoid_()).mul_(up_TF.add_(1.0)).to(gate_up.dtype)
-    match name:
-        case "silu":
-            inner_TF = F.silu(inner_TF)
-        case "gelu_tanh":
-            inner_TF = F.gelu(inner_TF, approximate="tanh")
-        case _:
-            inner_TF = F.relu(inner_TF).square_()
-    if gated:
-        inner_TF.mul_(gate_up[:, size:])
-    return inner_TF
+    if name == "silu":
+        inner_TF = F.silu(inner_TF)
+    else:
+        inner_TF = F.gelu(inner_TF, approximate="tanh") if name == "gelu_tanh" else F.relu(inner_TF).square_()
+    return inner_TF.mul_(gate_up[:, size:]) if gated else inner_TF
 
 
 @operator("activation", lambda x, by, name: torch.empty_like(x, memory_format=torch.contiguous_format), direct=True)

@@ -8,7 +8,7 @@ rounded weights, so it equals the product with a matrix that was dequantised on 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from enum import StrEnum
 from functools import cache
@@ -115,15 +115,11 @@ class QuantizedMatrix:
         def new(*sizes: int, dtype: torch.dtype) -> Tensor:
             return torch.empty(*sizes, dtype=dtype, device=device)
 
-        return cls(
-            scheme,
-            columns,
-            new(*lead, width, dtype=code),
-            new(*lead, groups, dtype=scheme.scale_dtype),
-            new(*lead, groups, dtype=code) if scheme.zeros else None,
-            new(*lead, dtype=torch.float32) if scheme.layout is Layout.F4 else None,
-            new(columns, dtype=torch.int32) if scheme.indexed else None,
-        )
+        codes, scales = new(*lead, width, dtype=code), new(*lead, groups, dtype=scheme.scale_dtype)
+        zeros = new(*lead, groups, dtype=code) if scheme.zeros else None
+        factors = new(*lead, dtype=torch.float32) if scheme.layout is Layout.F4 else None
+        index = new(columns, dtype=torch.int32) if scheme.indexed else None
+        return cls(scheme, columns, codes, scales, zeros, factors, index)
 
     @classmethod
     def of(cls, key: str, columns: int, parts: Sequence[Tensor]) -> QuantizedMatrix:
@@ -144,48 +140,38 @@ class QuantizedMatrix:
         named = {prefix + each.name: getattr(self, each.name) for each in fields(self)}
         return {name: value for name, value in named.items() if isinstance(value, Tensor)}
 
+    def _changed(self, change: Callable[[Tensor], Tensor]) -> QuantizedMatrix:
+        """Return the matrix with all tensors changed except `index`."""
+        tensors: dict[str, Any] = {name: change(each) for name, each in self.tensors().items() if name != "index"}
+        return replace(self, **tensors)
+
     def rows(self, rows: slice | Tensor) -> QuantizedMatrix:
         """Return some of the N rows of a matrix (N, K), or some of E matrices; views for a slice."""
-        tensors: dict[str, Any] = {name: each[rows] for name, each in self.tensors().items() if name != "index"}
-        return replace(self, **tensors)
+        return self._changed(lambda each: each[rows])
 
     def flat(self) -> QuantizedMatrix:
         """Return E matrices (E, N, K) as one matrix (E * N, K)."""
-        if self.codes.ndim == 2:
-            return self
-        tensors: dict[str, Any] = {name: each.flatten(0, 1) for name, each in self.tensors().items() if name != "index"}
-        return replace(self, **tensors)
+        return self if self.codes.ndim == 2 else self._changed(lambda each: each.flatten(0, 1))
 
     def cut_columns(self, first: int, end: int) -> QuantizedMatrix:
         """Return the columns [first, end) and their scales. Raises ValueError if a byte of two codes would be split."""
+        scheme, packed = self.scheme, self.scheme.layout in PACKED
         if (first, end) == (0, self.columns):
             return self
-        scheme = self.scheme
-        codes = self.codes
-        if scheme.layout in PACKED:
-            if first % 2:
-                raise ValueError(f"columns from {first} on start within a byte of two codes")
-            codes = codes[..., first // 2 : -(-end // 2)]
-        else:
-            codes = codes[..., first:end]
+        if packed and first % 2:
+            raise ValueError(f"columns from {first} on start within a byte of two codes")
+        codes = self.codes[..., first // 2 : -(-end // 2)] if packed else self.codes[..., first:end]
         if self.index is not None:  # all groups may be met
             return replace(self, columns=end - first, codes=codes, index=self.index[first:end])
         groups = slice((scheme.start + first) // scheme.group, -(-(scheme.start + end) // scheme.group))
-        zeros = None if self.zeros is None else self.zeros[..., groups]
-        return replace(
-            self,
-            scheme=scheme.cut(first, end),
-            columns=end - first,
-            codes=codes,
-            scales=self.scales[..., groups],
-            zeros=zeros,
-        )
+        scales, zeros = self.scales[..., groups], None if self.zeros is None else self.zeros[..., groups]
+        scheme = scheme.cut(first, end)
+        return replace(self, scheme=scheme, columns=end - first, codes=codes, scales=scales, zeros=zeros)
 
     def scaled(self, factors: Tensor) -> QuantizedMatrix:
         """Return the matrix with row n multiplied by factors[n] (float32). Scales become float32, except for F4."""
         if self.factors is not None:
-            combined = self.factors / factors if self.scheme.divides else self.factors * factors
-            return replace(self, factors=combined)
+            return replace(self, factors=self.factors / factors if self.scheme.divides else self.factors * factors)
         assert self.scheme.layout is not Layout.MX4, "families with MXFP4 files have no factors"
         scheme = replace(self.scheme, scale_dtype=torch.float32)
         return replace(self, scheme=scheme, scales=self.scales.float() * factors[:, None])
@@ -193,22 +179,18 @@ class QuantizedMatrix:
     def copy_(self, other: QuantizedMatrix) -> None:
         """Copy the tensors of another matrix, which must have the same scheme and sizes."""
         assert self.scheme == other.scheme, f"{other.scheme} is copied to {self.scheme}"
-        theirs = other.tensors()
-        for name, each in self.tensors().items():
-            assert each.shape == theirs[name].shape, (name, each.shape, theirs[name].shape)
-            each.copy_(theirs[name])
+        for each, theirs in zip(self.tensors().values(), other.tensors().values(), strict=True):
+            assert each.shape == theirs.shape
+            each.copy_(theirs)
 
     def dequantize(self) -> Tensor:
         """Return the weights (N, K) or (E, N, K) in float32."""
         scheme, device = self.scheme, self.codes.device
         values = unpack(self.codes, scheme.layout)[..., : self.columns]
-        if scheme.layout is Layout.MX4:
-            scales = self.scales.view(torch.float8_e8m0fnu).float()
-        elif self.factors is None:
-            scales = self.scales.float()
-        else:
-            scales, factors = self.scales.view(torch.float8_e4m3fn).float(), self.factors[..., None]
-            scales = scales / factors if scheme.divides else scales * factors
+        stored = {Layout.MX4: torch.float8_e8m0fnu, Layout.F4: torch.float8_e4m3fn}.get(scheme.layout)
+        scales = (self.scales if stored is None else self.scales.view(stored)).float()
+        if self.factors is not None:
+            scales = scales / self.factors[..., None] if scheme.divides else scales * self.factors[..., None]
         group = self.index
         if group is None:
             group = (torch.arange(self.columns, device=device) + scheme.start) // scheme.group

@@ -7,17 +7,14 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from bateleur.runner.models.attention import Attention
+from bateleur.runner.models.attention import Attention, LatentAttention
 from bateleur.runner.models.context import LayerStep
-from bateleur.runner.models.delta import Delta
 from bateleur.runner.models.experts import Experts
 from bateleur.runner.models.grouped import GroupedProjection
-from bateleur.runner.models.latent_attention import LatentAttention
-from bateleur.runner.models.mamba import Mamba
 from bateleur.runner.models.matrix import Projection
 from bateleur.runner.models.mlp import Mlp
 from bateleur.runner.models.norm import RMSNorm
-from bateleur.runner.models.short_conv import GatedConv
+from bateleur.runner.models.recurrent import Delta, GatedConv, Mamba
 from bateleur.runner.models.spec import Layer, ParallelLayer, SingleLayer
 from bateleur.runner.models.stream import ResidualStream
 

@@ -105,7 +105,7 @@ class DraftHead:
         weights = head.weights()
         if target.device.type != "meta":
             fill_weights(weights, module.names, module.tensors, share, quantized)
-        sizes = weight_sizes(head)
+        sizes = weight_sizes(weights, head.matrices)
         if recorded is not None:
             head.pack(recorded=recorded)
         return cls(

@@ -52,7 +52,7 @@ def tile_options(heads: int, head_dim: int) -> dict[str, Any]:
 
 
 def join_heads(kv_up: Tensor, shared: Tensor, heads: int, key_dim: int, head_dim: int) -> tuple[Tensor, Tensor]:
-    """Return keys and values (T, H, D) by a Triton kernel, see `bateleur.runner.models.latent_attention.join_heads`."""
+    """Return keys and values (T, H, D) by a Triton kernel, see `models.attention.join_heads`."""
     require_adjacent(kv_up=kv_up, shared=shared)
     num_tokens = kv_up.shape[0]
     k, v = (torch.empty(num_tokens, heads, head_dim, dtype=kv_up.dtype, device=kv_up.device) for _ in range(2))
