@@ -22,9 +22,7 @@ def at_least_1(fields: ConfigFields, name: str) -> int:
 
 
 def read_experts(fields: ConfigFields, router: RouterSpec, names: Mapping[str, str] = {}, **more: Any) -> ExpertsLayer:
-    """Read a mixture-of-experts layer.
-
-    names: config fields of sizes, if not those of `_FIELDS`. more: further arguments of `ExpertsLayer`.
+    """Read a layer of experts. names: config fields of sizes, if not `_FIELDS`. more: arguments of `ExpertsLayer`.
 
     Raises ValueError if the configuration has other scores than the router, or more experts per token than exist.
     """
@@ -44,11 +42,7 @@ def read_experts(fields: ConfigFields, router: RouterSpec, names: Mapping[str, s
 
 
 def sparse_layers(fields: ConfigFields, count: int, mlp: MlpLayer, experts: ExpertsLayer) -> tuple[Layer, ...]:
-    """Return the feed-forward branches of `count` layers.
-
-    It is `mlp` in the layers of `mlp_only_layers`, and if `decoder_sparse_step` does not divide the number (from 1) of
-    the layer; else `experts`.
-    """
+    """Return `count` branches: `mlp` in `mlp_only_layers` and off `decoder_sparse_step`, else `experts`."""
     dense, step = fields["mlp_only_layers"], fields["decoder_sparse_step"]
     if bad := [i for i in dense if i >= count]:
         raise ValueError(f"mlp_only_layers holds {bad[0]}; it must be in [0, num_hidden_layers = {count})")
@@ -56,10 +50,7 @@ def sparse_layers(fields: ConfigFields, count: int, mlp: MlpLayer, experts: Expe
 
 
 def sigmoid_router(fields: ConfigFields, num_experts: str) -> RouterSpec:
-    """Read the router of NemotronH and Kimi: sigmoid scores, `e_score_correction_bias`, and groups of experts.
-
-    num_experts: name of the field with the number of experts.
-    """
+    """Read the router of NemotronH and Kimi. num_experts: name of the field with the number of experts."""
     count, groups, top = (at_least_1(fields, name) for name in (num_experts, "n_group", "topk_group"))
     fields.divides("n_group", num_experts)
     if top > groups:

@@ -47,10 +47,6 @@ def _numbers(count: int) -> Check:
     return check
 
 
-def _head_size(name: str, value: Any) -> Any:
-    return value if value == "auto" else _SIZE(name, value)
-
-
 def _pattern(name: str, value: Any) -> str:
     if not isinstance(value, str) or not set(value) <= set("M*-E"):
         refuse(name, value, "letters of M*-E")
@@ -64,72 +60,73 @@ _MOST_LAYERS = 1024
 _EXPERTS = Integer(0, 4096)
 # Kinds of layers under their names of all times; a family says which of them it has.
 _KIND = OneOf(("attention", "conv", "full_attention", "linear_attention", "mamba", "mlp", "moe", "sliding_attention"))
+_LENGTH = Integer(1, (1 << 31) - 1)
+_LAYERS = Several(Integer(0), "a list of layers")
 _RULES: tuple[tuple[str, Check], ...] = (
-    ("vocab_size hidden_size intermediate_size shared_intermediate_size", _SIZE),
-    ("num_attention_heads num_key_value_heads head_dim", _SIZE),
-    ("mamba_num_heads mamba_head_dim ssm_state_size state_size n_groups", _SIZE),
-    ("mamba_n_heads mamba_d_ssm mamba_d_state mamba_n_groups", _SIZE),
-    ("mamba_d_head", _head_size),
-    ("linear_num_key_heads linear_num_value_heads linear_key_head_dim linear_value_head_dim", _SIZE),
-    ("linear_num_heads linear_head_dim num_heads", _SIZE),
-    ("conv_kernel mamba_d_conv linear_conv_kernel_dim short_conv_kernel_size conv_L_cache", Integer(2, 1 << 16)),
-    ("kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim", _SIZE),
-    ("full_attn_layers kda_layers", Several(Integer(1), "a list of layers")),
-    ("mlp_layer_types", Several(OneOf(("dense", "sparse")), "a list of names")),
-    ("num_experts_per_token num_shared_experts num_expert_group", Integer(1, 4096)),
-    ("image_token_id image_token_index video_token_id", _TOKEN_ID),
-    ("mlp_only_layers", Several(Integer(0), "a list of layers")),
-    ("full_attention_interval decoder_sparse_step", Integer(1, _MOST_LAYERS)),
-    ("conv_bias block_auto_adjust_ff_dim tie_embedding", flag),
-    ("block_multiple_of block_ff_dim", _SIZE),
-    ("block_ffn_dim_multiplier", Number(0, 1024, above=True)),
-    ("num_dense_layers", Integer(0, _MOST_LAYERS)),
-    ("num_hidden_layers", Integer(1, _MOST_LAYERS)),
-    ("no_rope_layers", Several(Integer(0, 1), "a list of 0 and 1")),
-    ("sliding_window", Integer(1, (1 << 31) - 1)),
-    ("max_window_layers", Integer(0, (1 << 31) - 1)),
-    ("use_sliding_window", flag),
-    ("max_position_embeddings model_max_length original_max_position_embeddings", Integer(1, (1 << 31) - 1)),
-    ("chunk_size mamba_chunk_size", Integer(1, 1024)),
-    ("num_local_experts n_routed_experts num_experts num_experts_per_tok n_group topk_group", _EXPERTS),
+    # Sizes
+    (
+        "vocab_size hidden_size intermediate_size shared_intermediate_size num_attention_heads num_key_value_heads "
+        "head_dim mamba_num_heads mamba_head_dim ssm_state_size state_size n_groups mamba_n_heads mamba_d_ssm "
+        "mamba_d_state mamba_n_groups linear_num_key_heads linear_num_value_heads linear_key_head_dim "
+        "linear_value_head_dim linear_num_heads linear_head_dim num_heads kv_lora_rank qk_nope_head_dim "
+        "qk_rope_head_dim v_head_dim block_multiple_of block_ff_dim moe_shared_expert_intermediate_size "
+        "moe_latent_size shared_expert_intermediate_size",
+        _SIZE,
+    ),
+    ("mamba_d_head", lambda name, value: value if value == "auto" else _SIZE(name, value)),
     ("moe_intermediate_size", Integer(0, 1 << 24)),
-    ("moe_shared_expert_intermediate_size moe_latent_size shared_expert_intermediate_size", _SIZE),
-    ("norm_topk_prob moe_renormalize use_expert_bias", flag),
-    ("scoring_func moe_router_activation_func", text),
-    # Nobody reads these, but transformers refuses what can't be, and makes as many names as there are labels.
-    ("num_labels", Integer(0, 1 << 16)),
-    ("bos_token_id", _TOKEN_ID),
-    ("pad_token_id", Integer(-1)),
-    ("use_cache", flag),
-    ("attention_dropout hidden_dropout initializer_range", Number(0)),
-    ("attention_in_multiplier lm_head_multiplier", _POSITIVE),  # something is divided by them
-    ("layer_norm_epsilon rms_norm_eps norm_eps logits_scaling routed_scaling_factor", _POSITIVE),
-    ("query_pre_attn_scalar", _POSITIVE),
-    ("mamba_expand expand", Number(0, 1024, above=True)),
+    ("conv_kernel mamba_d_conv linear_conv_kernel_dim short_conv_kernel_size conv_L_cache", Integer(2, 1 << 16)),
+    ("chunk_size mamba_chunk_size", Integer(1, 1024)),
+    ("sliding_window max_position_embeddings model_max_length original_max_position_embeddings", _LENGTH),
+    ("max_window_layers", Integer(0, (1 << 31) - 1)),
+    # Layers
+    ("num_hidden_layers full_attention_interval decoder_sparse_step", Integer(1, _MOST_LAYERS)),
+    ("num_dense_layers mtp_num_hidden_layers num_nextn_predict_layers", Integer(0, _MOST_LAYERS)),
+    ("mlp_only_layers attn_layer_indices full_attn_idxs", _LAYERS),
+    ("full_attn_layers kda_layers", Several(Integer(1), "a list of layers")),
+    ("no_rope_layers", Several(Integer(0, 1), "a list of 0 and 1")),
+    ("mlp_layer_types", Several(OneOf(("dense", "sparse")), "a list of names")),
+    ("layers_block_type mtp_layers_block_type layer_types", Several(_KIND, "a list of names")),
+    ("hybrid_override_pattern", _pattern),
+    # Experts
+    ("num_experts_per_token num_shared_experts num_expert_group", Integer(1, 4096)),
+    ("num_local_experts n_routed_experts num_experts num_experts_per_tok n_group topk_group", _EXPERTS),
+    # Factors and limits
+    (
+        "attention_in_multiplier lm_head_multiplier "  # something is divided by them
+        "layer_norm_epsilon rms_norm_eps norm_eps logits_scaling routed_scaling_factor query_pre_attn_scalar "
+        "rope_theta partial_rotary_factor attention_factor beta_fast beta_slow low_freq_factor high_freq_factor",
+        _POSITIVE,
+    ),
+    ("mamba_expand expand block_ffn_dim_multiplier", Number(0, 1024, above=True)),
     ("embedding_multiplier residual_multiplier attention_multiplier", Number()),
     ("key_multiplier attention_out_multiplier ssm_in_multiplier ssm_out_multiplier", Number()),
     ("mlp_multipliers", _numbers(2)),
     ("ssm_multipliers", _numbers(5)),
-    ("time_step_min", Number(0)),
+    ("time_step_min attention_dropout hidden_dropout initializer_range", Number(0)),
     ("time_step_limit", limits_of_dt),
-    ("attention_bias mlp_bias use_bias use_conv_bias mamba_conv_bias mamba_proj_bias", flag),
-    ("attn_output_gate linear_allow_neg_eigval use_bidirectional_attention", flag),
-    ("projectors_bias mamba_rms_norm mamba_norm_before_gate", flag),
-    ("tie_word_embeddings residual_in_fp32", flag),
-    ("hidden_act mamba_hidden_act mlp_hidden_act mamba_ssm_cache_dtype", text),
-    ("mtp_use_dedicated_embeddings", flag),
-    ("mtp_num_hidden_layers num_nextn_predict_layers", Integer(0, _MOST_LAYERS)),
-    ("model_type position_embedding_type rope_type type", text),
-    ("architectures", Several(text, "a list of names")),
-    ("layers_block_type mtp_layers_block_type layer_types", Several(_KIND, "a list of names")),
-    ("hybrid_override_pattern", _pattern),
-    ("attn_layer_indices full_attn_idxs", Several(Integer(0), "a list of layers")),
-    ("eos_token_id", token_ids),
-    ("dtype torch_dtype", OneOf(("auto", "float64", "float32", "bfloat16", "float16"))),
-    ("rope_theta partial_rotary_factor attention_factor", _POSITIVE),
-    ("beta_fast beta_slow low_freq_factor high_freq_factor", _POSITIVE),
     ("factor", Number(1)),
     ("short_factor long_factor", Several(_POSITIVE, "a list of numbers > 0")),
+    # Flags and names
+    (
+        "conv_bias block_auto_adjust_ff_dim tie_embedding use_sliding_window norm_topk_prob moe_renormalize "
+        "use_expert_bias use_cache attention_bias mlp_bias use_bias use_conv_bias mamba_conv_bias mamba_proj_bias "
+        "attn_output_gate linear_allow_neg_eigval use_bidirectional_attention projectors_bias mamba_rms_norm "
+        "mamba_norm_before_gate tie_word_embeddings residual_in_fp32 mtp_use_dedicated_embeddings",
+        flag,
+    ),
+    (
+        "scoring_func moe_router_activation_func hidden_act mamba_hidden_act mlp_hidden_act mamba_ssm_cache_dtype "
+        "model_type position_embedding_type rope_type type",
+        text,
+    ),
+    ("architectures", Several(text, "a list of names")),
+    ("dtype torch_dtype", OneOf(("auto", "float64", "float32", "bfloat16", "float16"))),
+    # Tokens. Nobody reads the last two, but transformers makes as many names as there are labels.
+    ("image_token_id image_token_index video_token_id bos_token_id", _TOKEN_ID),
+    ("eos_token_id", token_ids),
+    ("pad_token_id", Integer(-1)),
+    ("num_labels", Integer(0, 1 << 16)),
 )
 CHECKS = {name: check for names, check in _RULES for name in names.split()}
 """Checks of fields by name, for all families; fields of rotary embedding may be in their own object."""

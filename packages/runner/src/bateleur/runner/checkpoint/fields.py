@@ -30,10 +30,7 @@ MAMBA_FIELDS = {
 
 
 class ConfigFields:
-    """A configuration object of transformers, read field by field.
-
-    Every method raises ValueError naming the field, its value and the rule.
-    """
+    """A configuration of transformers, read field by field. Methods raise ValueError naming field, value and rule."""
 
     def __init__(self, config: Any, written: Mapping[str, Any] | None = None) -> None:
         """written: fields of the file. Errors use their names."""
@@ -86,8 +83,7 @@ class ConfigFields:
     def attention(self, *, bias: bool | None = None, **given: Any) -> AttentionLayer:
         """Return the attention layer that the config fields of most families describe.
 
-        bias: whether all projections have biases; None: the field `attention_bias`. given: arguments of
-        `AttentionLayer` that differ from Llama's.
+        bias: whether all projections have biases; None: `attention_bias`. given: arguments that differ from Llama's.
         """
         bias = self["attention_bias"] if bias is None else bias
         given.setdefault("scale", self.head_dim() ** -0.5)
@@ -109,8 +105,7 @@ class ConfigFields:
     ) -> MambaLayer:
         """Build a Mamba-2 layer. names: name of the config field for each size.
 
-        limits: bounds of dt after softplus; None: the field `time_step_limit`. ssm_dtype: dtype of the recurrent
-        states.
+        limits: bounds of dt after softplus; None: `time_step_limit`. ssm_dtype: dtype of the recurrent states.
         """
         self.choice(names["activation"], ("silu",))
         self.divides(names["num_groups"], names["num_heads"])
@@ -132,9 +127,9 @@ class ConfigFields:
     ) -> ModelSpec:
         """Return the model of these layers, with the fields that all families share. Its `architecture` is empty.
 
-        following: second residual branch of every layer or of each; None if a layer is one branch. norm_eps: name of
-        the field with epsilon. lengths: default and largest maximum length of a request, if no field has them. more:
-        further arguments of `ModelSpec`.
+        following: second branch of every layer or of each; None if a layer is one branch. norm_eps: field with epsilon.
+        lengths: default and largest maximum length of a request, if no field has them. more: further arguments of
+        `ModelSpec`.
         """
         longest, scaled = lengths or self._lengths()
         rows = [blocks]

@@ -26,10 +26,7 @@ _UNUSED = (
 
 
 def declared_kv_cache(folder: Path, config: Mapping[str, Any]) -> str:
-    """Return the KV cache dtype that a checkpoint asks for: "auto" if none, "fp8", or an unsupported one.
-
-    config: fields of `config.json`, see `quantization_fields`.
-    """
+    """Return the KV cache dtype that a checkpoint asks for: "auto" if none, "fp8", or an unsupported one."""
     _, quantization = quantization_fields(folder, config)
     scheme = quantization.get("kv_cache_scheme") or quantization.get("kv_cache_quant_algo")
     if scheme is None:
@@ -46,8 +43,7 @@ def read_kv_scales(
 ) -> tuple[ModelSpec, frozenset[str]]:
     """Return the spec with KV cache scales in its attention layers, and the names of all tensors with such scales.
 
-    names: weight names of `spec`. tensors: tensors of the checkpoint, by the names in `names`. The scales of a
-    `LatentLayer` are ignored, because they belong to the latent, while the cache holds keys and values.
+    Scales of a `LatentLayer` are ignored: they belong to the latent, while the cache holds keys and values.
     """
     stems = {
         part.target.removesuffix("o_proj"): name.rsplit(".", 2)[0]

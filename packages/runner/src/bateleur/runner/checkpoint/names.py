@@ -237,10 +237,7 @@ def weight_names(
     embedding: str = "embed_tokens",
     final_norm: str = "norm",
 ) -> Names:
-    """Return the weight names of a decoder, which begin with `stem`.
-
-    mlp, mixers: names of MLPs, and of other branches by their type if they are not Llama's, Bamba's and Qwen's.
-    """
+    """Return the weight names of a decoder. mlp, mixers: names of branches that differ from those of most families."""
     names: Names = {
         f"{stem}.{embedding}.weight": WeightPart("embedding"),
         f"{stem}.{final_norm}.weight": WeightPart("final_norm"),
@@ -271,7 +268,7 @@ def _behind(branch: str, names: Names) -> Names:
 
 
 def _instead(target: str, others: tuple[str, ...], count: int = 0, rows: int = 0) -> Names:
-    """Return the weight names of another layout. `{}` in a name stands for each of `count` experts.
+    """Return the names of another layout. `{}` in a name stands for each of `count` experts.
 
     Several names are stacked by rows to one weight, with `rows` rows each.
     """

@@ -68,10 +68,9 @@ def open_checkpoint(
     """Read a folder's `config.json` and the headers of its weights.
 
     overrides: fields that replace those of the file. dequantize: whether quantised weights become plain ones at
-    loading. method: quantisation method that the checkpoint must have; None for any.
-
-    Raises ValueError if the folder is not a checkpoint, its architecture is not supported (with the supported ones), a
-    size is invalid, a file is damaged, or weights are missing, surplus or misshapen (all are listed).
+    loading. method: quantisation method that the checkpoint must have; None for any. Raises ValueError if the folder is
+    no supported checkpoint, a size is invalid, a file is damaged, or weights are missing, surplus or misshapen (all are
+    listed).
     """
     path = Path(folder("model", path))
     if not os.path.isdir(path):  # isdir accepts names that are too long
@@ -151,10 +150,7 @@ def describe_model(
     ranks: Ranks = ALONE,
     data_ranks: Ranks = ALONE,
 ) -> tuple[HybridDecoder, Matrices]:
-    """Return the decoder with uninitialised weights in the checkpoint's layout, and its quantised projections.
-
-    On the device `meta` it takes no memory.
-    """
+    """Return the uninitialised decoder in the checkpoint's layout, and its quantised projections."""
     model = HybridDecoder(checkpoint.spec, dtype=dtype, device=device, ranks=ranks, data_ranks=data_ranks)
     if checkpoint.dequantize:
         return model, {}
@@ -238,10 +234,7 @@ def _foreign_tokens(config: Mapping[str, Any]) -> tuple[tuple[int, str], ...]:
 
 
 def _config(path: Path, family: Family, written: Mapping[str, Any], overridden: bool) -> Any:
-    """Return the configuration of the text model: the file's own if transformers would not change it.
-
-    Some families nest it in another configuration.
-    """
+    """Return the configuration of the text model: the file's own if transformers would not change it."""
 
     def ask() -> Any:
         if not overridden:
@@ -290,12 +283,9 @@ def _eos_token_ids(path: Path, spec: ModelSpec) -> tuple[int, ...]:
 
 
 class FileConfig:
-    """Fields of a configuration as attributes: those of the file, else those of transformers.
+    """Fields of a configuration as attributes: those of the file, else those of transformers, which is slow to import.
 
-    Importing transformers takes longer than everything else in opening a small checkpoint.
-
-    written: fields of the file, all in `Family.plain`.
-    ask: returns the configuration object of transformers; called when first needed.
+    written: fields of the file, all in `Family.plain`. ask: returns the configuration object of transformers.
     """
 
     def __init__(self, written: Mapping[str, Any], ask: Callable[[], Any]) -> None:

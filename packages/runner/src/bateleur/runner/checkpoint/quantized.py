@@ -51,8 +51,8 @@ def with_quantized(
 ) -> dict[str, TensorEntry]:
     """Return the tensors, with one entry in place of all tensors (codes, scales, ...) of each quantised module.
 
-    reader: None keeps all tensors. spellings: see `find_modules`. Raises ValueError for tensors of an unsupported
-    format, or that do not fit each other.
+    spellings: see `find_modules`. Raises ValueError for tensors of an unsupported format, or that do not fit each
+    other.
     """
     if reader is None:
         return dict(tensors)
@@ -135,8 +135,7 @@ def _scheme(part: WeightPart, entry: TensorEntry) -> Scheme | None:
 def _pieces(found: list[tuple[WeightPart, TensorEntry]], cut: Cut) -> list[tuple[int, int, Scheme | None, int | None]]:
     """Return (first row, row after the last, scheme, number of groups) for the rows of this rank.
 
-    Adjacent rows with equal schemes are joined. found: the parts of the weight and their tensors. cut: this rank's
-    ranges by axis.
+    Adjacent rows with equal schemes are joined. cut: this rank's ranges by axis.
     """
     every: list[tuple[int, int, Scheme | None, int | None]] = []
     for part, entry in found:

@@ -47,8 +47,7 @@ def load_tokenizer(checkpoint: Checkpoint, folder: str | Path | None = None) -> 
 def with_end_tokens(checkpoint: Checkpoint, tokenizer: Tokenizer) -> Checkpoint:
     """Return the checkpoint with the end tokens of its tokenizer added to those of its configuration.
 
-    A fine-tuned model often ends its messages with a token that only the tokenizer names, as `eos_token` or
-    `eot_token`.
+    A fine-tuned model often ends its messages with a token that only the tokenizer names.
     """
     vocabulary: dict[str, int] = getattr(tokenizer, "get_vocab", dict)()
     named = (vocabulary.get(_named_token(tokenizer, name)) for name in _END_TOKENS)
@@ -77,10 +76,7 @@ def _ask_transformers(folder: Path) -> Any:
 
 
 def _refuse_code(folder: Path, known: Callable[[Any], bool] = lambda named: False) -> None:
-    """Raise ValueError if the tokenizer's class is code in the checkpoint: it may split text differently.
-
-    known: returns whether we implement the text splitting of a class.
-    """
+    """Raise ValueError if the tokenizer is code in the checkpoint. known: whether we split text like a class."""
     for file in (folder / "tokenizer_config.json", folder / "config.json"):
         named = read_json(file).get("auto_map") if file.is_file() else None
         named = named.get("AutoTokenizer") if isinstance(named, dict) else named

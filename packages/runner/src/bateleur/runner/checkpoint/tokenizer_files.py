@@ -3,9 +3,8 @@
 transformers adds what `tokenizer_config.json` says to `tokenizer.json`: tokens, a class that rebuilds it, clean-up of
 text. Without such fields, the tokenizers library reads the same tokenizer.
 
-`tiktoken.model` is the format of Kimi's checkpoints. Each line has a token: its bytes in base64, and its rank. The
-conversion is that of transformers' `TikTokConverter`. The file does not say how text is split before merging; Kimi's
-class does, see `KIMI_SPLIT`. Code of the checkpoint is not run.
+`tiktoken.model` is the format of Kimi's checkpoints: a line for each token, with its bytes in base64 and its rank. It
+is converted like by transformers' `TikTokConverter`. Kimi's class says how text is split (`KIMI_SPLIT`); it is not run.
 """
 
 from __future__ import annotations
@@ -42,10 +41,7 @@ _FLAGS = ("content", "lstrip", "normalized", "rstrip", "single_word", "special")
 
 
 def read_without_transformers(folder: Path) -> FileTokenizer | None:
-    """Return the tokenizer of a folder if its files describe it completely; else None, and transformers must be used.
-
-    Ids, texts, special tokens and templates equal those of transformers' tokenizer.
-    """
+    """Return the tokenizer of a folder, equal to that of transformers; None if its files do not describe it."""
     file, config = folder / "tokenizer.json", folder / "tokenizer_config.json"
     if not (file.is_file() and config.is_file()) or (folder / "additional_chat_templates").exists():
         return None
@@ -58,23 +54,21 @@ def read_without_transformers(folder: Path) -> FileTokenizer | None:
         tokenizer = FileTokenizer(Tokenizer.from_file(str(file)))
     except Exception:  # transformers is tried next, and its error is reported
         return None
-    if not _adds_nothing(fields, tokenizer):
-        return None
-    tokenizer.special_tokens_map, tokenizer.extra_special_tokens = special_tokens_of(fields)
-    tokenizer.chat_template = template_of(folder, fields)
+    return _completed(tokenizer, folder, fields) if _adds_nothing(fields, tokenizer) else None
+
+
+def _completed(tokenizer: FileTokenizer, folder: Path, config: Mapping[str, Any]) -> FileTokenizer:
+    """Return the tokenizer with the special tokens and the chat template of its folder."""
+    tokenizer.special_tokens_map = {name: _content(config[name]) for name in _NAMED if config.get(name)}
+    tokenizer.extra_special_tokens = tuple(_content(each) for name in _LISTED for each in config.get(name) or ())
+    file = folder / "chat_template.jinja"
+    tokenizer.chat_template = file.read_text("utf-8") if file.is_file() else config.get("chat_template")
     return tokenizer
 
 
-def special_tokens_of(config: Mapping[str, Any]) -> tuple[dict[str, str], tuple[str, ...]]:
-    """Return the special tokens of a `tokenizer_config.json`: a mapping of named ones, and a list of unnamed ones."""
-    named = {name: _content(config[name]) for name in _NAMED if config.get(name)}
-    return named, tuple(_content(each) for name in _LISTED for each in config.get(name) or ())
-
-
-def template_of(folder: Path, config: Mapping[str, Any]) -> str | None:
-    """Return the chat template of a folder: from its own file, or the field of `tokenizer_config.json`."""
-    file = folder / "chat_template.jinja"
-    return file.read_text("utf-8") if file.is_file() else config.get("chat_template")
+def _model_type(folder: Path) -> str:
+    file = folder / "config.json"
+    return str(read_json(file).get("model_type")) if file.is_file() else ""
 
 
 def _is_plain(folder: Path, fields: Mapping[str, Any]) -> bool:
@@ -82,11 +76,9 @@ def _is_plain(folder: Path, fields: Mapping[str, Any]) -> bool:
     known = {"tokenizer_class", "chat_template", "clean_up_tokenization_spaces", "added_tokens_decoder"}
     if not (known | {*_NAMED, *_LISTED, *_SIDES, *_IDLE}).issuperset(fields):
         return False
-    model = folder / "config.json"
-    kind = str(read_json(model).get("model_type")) if model.is_file() else ""
     return (
         fields.get("tokenizer_class") in _CLASSES
-        and not kind.startswith(_REBUILT)
+        and not _model_type(folder).startswith(_REBUILT)
         and isinstance(fields.get("chat_template", ""), str)
         and all(fields.get(side, "left") in ("left", "right") for side in _SIDES)
         and all(isinstance(fields.get(name) or [], list) for name in _LISTED)
@@ -102,13 +94,18 @@ def _adds_nothing(fields: Mapping[str, Any], tokenizer: FileTokenizer) -> bool:
         return False
     if fields.get("clean_up_tokenization_spaces") and type(backend.model).__name__ != "BPE":
         return False
-    has = {str(each.content): each for each in backend.get_added_tokens_decoder().values()}
+    added: Mapping[int, AddedToken] = backend.get_added_tokens_decoder()
+    has = {str(each.content): each for each in added.values()}
     named = [_content(fields[name]) for name in _NAMED if fields.get(name) is not None]
     listed = [each for name in _LISTED for each in fields.get(name) or ()]
+    described = fields.get("added_tokens_decoder", {})
+    flags = {str(index): {name: getattr(token, name) for name in _FLAGS} for index, token in added.items()}
     return (
         all(each in has and has[each].special for each in named)
         and all(isinstance(each, str) and each in has and _is_bare(has[each]) for each in listed)
-        and _has_all(fields.get("added_tokens_decoder"), backend.get_added_tokens_decoder())
+        and isinstance(described, dict)
+        and all(isinstance(each, dict) for each in described.values())
+        and flags.items() >= described.items()
     )
 
 
@@ -123,31 +120,14 @@ def _is_bare(token: AddedToken) -> bool:
     return [name for name in _FLAGS[1:] if getattr(token, name)] == ["special"]
 
 
-def _has_all(fields: Any, tokens: Mapping[int, AddedToken]) -> bool:
-    if fields is None:
-        return True
-    if not isinstance(fields, dict) or not all(isinstance(each, dict) for each in fields.values()):
-        return False
-    added = {index: {name: getattr(token, name) for name in _FLAGS} for index, token in tokens.items()}
-    return {str(index): token for index, token in added.items()}.items() >= fields.items()
-
-
 TIKTOKEN = "tiktoken.model"
-KIMI_CLASS = "TikTokenTokenizer"
-"""Name of the class in `tokenization_kimi.py`."""
 _NUM_RESERVED = 256
 """Number of special tokens after the ranks in Kimi's class; unnamed ones are <|reserved_token_ID|>."""
 _ENDING = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
 _LARGE, _SMALL = (rf"[\p{{{first}}}\p{{Lm}}\p{{Lo}}\p{{M}}&&[^\p{{Han}}]]" for first in (r"Lu}\p{Lt", "Ll"))
 _REST = (r"\p{N}{1,3}", r" ?[^\s\p{L}\p{N}]+[\r\n]*", r"\s*[\r\n]+", r"\s+(?!\S)", r"\s+")
-KIMI_SPLIT = "|".join(
-    (
-        r"[\p{Han}]+",
-        rf"[^\r\n\p{{L}}\p{{N}}]?{_LARGE}*{_SMALL}+{_ENDING}",
-        rf"[^\r\n\p{{L}}\p{{N}}]?{_LARGE}+{_SMALL}*{_ENDING}",
-        *_REST,
-    )
-)
+_WORDS = (rf"[^\r\n\p{{L}}\p{{N}}]?{letters}{_ENDING}" for letters in (f"{_LARGE}*{_SMALL}+", f"{_LARGE}+{_SMALL}*"))
+KIMI_SPLIT = "|".join((r"[\p{Han}]+", *_WORDS, *_REST))
 """Pattern that splits text in `tokenization_kimi.py` of Kimi K2 and Kimi Linear."""
 DEFAULT_SPLIT = "|".join(("(?i:'s|'t|'re|'ve|'m|'ll|'d)", r"[^\r\n\p{L}\p{N}]?\p{L}+", *_REST))
 """Pattern that splits text in transformers for other files."""
@@ -163,29 +143,24 @@ def read_tiktoken(folder: Path) -> FileTokenizer:
     file = folder / "tokenizer_config.json"
     config = read_json(file) if file.is_file() else {}
     ranks = _ranks(folder / TIKTOKEN)
-    backend = Tokenizer(models.BPE(_vocabulary(ranks), _merges(ranks), fuse_unk=False, ignore_merges=True))
-    split = pre_tokenizers.Split(Regex(_split_of(folder, config)), behavior="isolated", invert=False)
+    vocabulary = {_as_characters(token): rank for token, rank in ranks.items()}
+    backend = Tokenizer(models.BPE(vocabulary, _merges(ranks), fuse_unk=False, ignore_merges=True))
+    kimi = is_kimi(config.get("auto_map"))
+    pattern = KIMI_SPLIT if kimi or _model_type(folder).startswith("kimi") else DEFAULT_SPLIT
+    split = pre_tokenizers.Split(Regex(pattern), behavior="isolated", invert=False)
     level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.pre_tokenizer = pre_tokenizers.Sequence([split, level])
     backend.decoder = decoders.ByteLevel()
     backend.post_processor = processors.ByteLevel(trim_offsets=False)
-    for name, special in _added_tokens(config, len(ranks)):
+    for name, special in _added_tokens(config, len(ranks), _NUM_RESERVED if kimi else 0):
         token = AddedToken(name, normalized=False, special=special)
         backend.add_special_tokens([token]) if special else backend.add_tokens([token])
-    tokenizer = FileTokenizer(backend, chat_template=template_of(folder, config))
-    tokenizer.special_tokens_map, tokenizer.extra_special_tokens = special_tokens_of(config)
-    return tokenizer
+    return _completed(FileTokenizer(backend), folder, config)
 
 
 def is_kimi(auto_map: Any) -> bool:
-    """Return whether an `auto_map` names Kimi's tokenizer class."""
-    return f".{KIMI_CLASS}" in str(auto_map)
-
-
-def _split_of(folder: Path, config: dict[str, Any]) -> str:
-    model = folder / "config.json"
-    kind = str(read_json(model).get("model_type")) if model.is_file() else ""
-    return KIMI_SPLIT if kind.startswith("kimi") or is_kimi(config.get("auto_map")) else DEFAULT_SPLIT
+    """Return whether an `auto_map` names the class of Kimi's `tokenization_kimi.py`."""
+    return ".TikTokenTokenizer" in str(auto_map)
 
 
 def _ranks(file: Path) -> dict[bytes, int]:
@@ -203,10 +178,6 @@ def _ranks(file: Path) -> dict[bytes, int]:
     return ranks
 
 
-def _vocabulary(ranks: dict[bytes, int]) -> dict[str, int]:
-    return {_as_characters(token): rank for token, rank in ranks.items()}
-
-
 def _merges(ranks: dict[bytes, int]) -> list[tuple[str, str]]:
     """Return all pairs of tokens that make another token, in the order of that token's rank."""
     merges: list[tuple[str, str]] = []
@@ -218,22 +189,18 @@ def _merges(ranks: dict[bytes, int]) -> list[tuple[str, str]]:
     return merges
 
 
-def _added_tokens(config: dict[str, Any], first: int) -> list[tuple[str, bool]]:
-    """Return names of added tokens, with ids from `first` on, and whether each is special."""
+def _added_tokens(config: dict[str, Any], first: int, count: int) -> list[tuple[str, bool]]:
+    """Return names of added tokens, with ids from `first` on, at least `count`, and whether each is special."""
     described: dict[str, Any] = config.get("added_tokens_decoder") or {}
     known = {int(token): each for token, each in described.items() if isinstance(each, dict)}
-    count = _NUM_RESERVED if is_kimi(config.get("auto_map")) else 0
     end = max([first + count, *(token + 1 for token in known)])
-    added = []
-    for token in range(first, end):
-        each = known.get(token, {})
-        added.append((str(each.get("content", f"<|reserved_token_{token}|>")), bool(each.get("special", True))))
-    return added
+    every = [(f"<|reserved_token_{token}|>", known.get(token, {})) for token in range(first, end)]
+    return [(str(each.get("content", unnamed)), bool(each.get("special", True))) for unnamed, each in every]
+
+
+_CHARACTERS = {byte: character for character, byte in BYTES.items()}
 
 
 def _as_characters(token: bytes) -> str:
     """Return bytes in the characters of byte-level vocabularies (GPT-2)."""
     return "".join(_CHARACTERS[byte] for byte in token)
-
-
-_CHARACTERS = {byte: character for character, byte in BYTES.items()}

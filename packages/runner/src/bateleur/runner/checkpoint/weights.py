@@ -30,8 +30,7 @@ _LISTED = 40
 def resolve_tied(spec: ModelSpec, names: Names, tensors: Mapping[str, TensorEntry]) -> tuple[ModelSpec, Names]:
     """Decide by the tensors of the file whether embedding and output projection are tied.
 
-    If the configuration ties them but the file has both tensors (as NemotronH's), both are read. If the file has one of
-    them, under either name, it is used for both.
+    If the configuration ties them but the file has both (as NemotronH's), both are read. One of them is used for both.
     """
     if not spec.tie_word_embeddings:
         return spec, names
@@ -87,10 +86,9 @@ def fill_weights(
     share: WeightShard | None = None,
     quantized: Matrices | None = None,
 ) -> None:
-    """Copy all tensors to the weights, one at a time, converted to the weights' dtype and device.
+    """Copy all tensors to the weights, one at a time. share: this rank's part of the weights; None for all.
 
-    share: this rank's part of the weights; None for all. quantized: projections that keep codes and scales, by the
-    names of their weights, which are not among `weights`.
+    quantized: projections that keep codes and scales, by the names of their weights, which are not among `weights`.
     """
     for name in sorted(names, key=lambda name: tensors[name].file):
         part, entry = names[name], tensors[name]
@@ -104,10 +102,7 @@ def fill_weights(
 
 
 def _fill(weight: Tensor, part: WeightPart, entry: TensorEntry, cut: Cut) -> None:
-    """Copy this rank's slice of one tensor into its `weight`.
-
-    cut: the rank's ranges of the whole weight, by axis; {} for all of it. Only they are read from the tensor.
-    """
+    """Copy this rank's slice (ranges of the whole weight by axis) of one tensor into its `weight`."""
     shift, target = 0, weight
     if part.expert is not None:
         (first, end), *_ = cut.get(0, ((0, len(weight)),))

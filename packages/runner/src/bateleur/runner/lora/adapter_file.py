@@ -44,16 +44,8 @@ def read_adapter(
 
     If a projection holds several modules (q, k and v), each has its own rows of A and columns of B.
 
-    Args:
-        folder: holds the two files of PEFT.
-        names: names of the base model's checkpoint, see `Checkpoint.names`.
-        shapes: (rows, columns) of every weight of the whole model.
-        other_prefixes: see `Family.other_prefixes`.
-        max_rank: largest rank that fits, `max_lora_rank`.
-
-    Raises:
-        ValueError: the folder is no adapter, needs an unsupported feature, has a rank above `max_rank`, or has tensors
-      that do not fit the model. All of these are listed.
+    names: see `Checkpoint.names`. shapes: (rows, columns) of every weight of the whole model. Raises ValueError if the
+    folder is no adapter, needs an unsupported feature, or has tensors that do not fit (all are listed).
     """
     config_file, weights_file = folder / CONFIG, folder / WEIGHTS
     if not (config_file.is_file() and weights_file.is_file()):
@@ -85,10 +77,7 @@ def read_adapter(
 def _read_modules(
     file: Path, other_prefixes: Prefixes
 ) -> tuple[dict[str, dict[str, Tensor]], dict[str, str], list[str]]:
-    """Read the LoRA matrices of each module.
-
-    Returns `A` and `B` by module, each module's name in the file, and errors (tensors other than `A` and `B`).
-    """
+    """Return `A` and `B` by module, each module's name in the file, and errors."""
     modules: dict[str, dict[str, Tensor]] = {}
     stored: dict[str, str] = {}
     problems: list[str] = []

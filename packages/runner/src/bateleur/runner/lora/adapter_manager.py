@@ -99,9 +99,8 @@ class AdapterManager:
     def load(self, adapter: LoRARequest) -> None:
         """Read a LoRA adapter into an adapter slot on every rank, unless it is loaded already.
 
-        Raises:
-            ValueError: the folder is no adapter that fits (see `read_adapter`), the name is taken by another folder,
-                or unfinished requests use all slots. All ranks raise the error of one.
+        Raises ValueError on all ranks if the folder is no adapter that fits (see `read_adapter`), the name is taken by
+        another folder, or unfinished requests use all slots.
         """
         run_on_all_ranks(self._ranks, lambda: self._load(adapter))
 
@@ -131,10 +130,7 @@ class AdapterManager:
         return known
 
     def unload(self, name: str) -> None:
-        """Unload an adapter on every rank and free its slot.
-
-        Raises ValueError on all ranks if it is not loaded, or unfinished requests use it.
-        """
+        """Free the slot of an adapter on every rank. Raises ValueError if it is not loaded, or in use."""
         run_on_all_ranks(self._ranks, lambda: self._unload(name))
 
     def _unload(self, name: str) -> None:

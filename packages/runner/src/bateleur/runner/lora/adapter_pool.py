@@ -21,14 +21,10 @@ class AdapterPool:
     """LoRA matrices of up to `num_slots` adapters, in adapter slots 1 to `num_slots`. Slot 0 means no adapter."""
 
     def __init__(self, model: HybridDecoder, names: Names, num_slots: int, max_rank: int, max_num_tokens: int) -> None:
-        """Attach zero matrices to every projection of `model` that an adapter may change.
+        """Attach zero matrices to every projection of `model` (this rank's part) that an adapter may change.
 
-        Args:
-            model: the base model, or the part of it that this rank has.
-            names: tensor names of the model's checkpoint, see `Checkpoint.names`.
-            num_slots: maximum number of adapters on the device, `max_loras`.
-            max_rank: `max_lora_rank`. A projection has this rank for each of its modules (q, k and v).
-            max_num_tokens: number of tokens of the largest step, with padding.
+        names: see `Checkpoint.names`. num_slots, max_rank: `max_loras`, `max_lora_rank`. A projection has this rank for
+        each of its modules (q, k and v). max_num_tokens: number of tokens of the largest step, with padding.
         """
         self.num_slots, self.max_rank = num_slots, max_rank
         self._cuts = {} if model.ranks.alone else model.share.cuts

@@ -1,7 +1,4 @@
-"""Attention over the paged KV cache.
-
-Shapes: T tokens of all requests, M hidden size, H heads (queries, keys, values), D head size.
-"""
+"""Attention over the paged KV cache. Shapes: T tokens of all requests, M hidden size, H heads, D head size."""
 
 from __future__ import annotations
 
@@ -61,11 +58,7 @@ def kv_scales_of(layer: AttentionLayer, device: torch.device) -> Tensor | None:
 
 
 class Attention(CachedAttention):
-    """Grouped-query attention. One projection computes gates, queries, keys and values.
-
-    On CUDA, the kernel that rotates and stores keys also computes the norms of heads. Elsewhere, queries and keys are
-    normalised together by one operator and then multiplied by their own weights.
-    """
+    """Grouped-query attention. One projection computes gates, queries, keys and values."""
 
     def __init__(self, spec: AttentionLayer, like: Tensor, index: int, rope: int) -> None:
         """index: index of the layer's KV cache. rope: index of the layer's rotary embedding in `LayerStep.rotary`.
@@ -112,13 +105,10 @@ class Attention(CachedAttention):
 
 
 class LatentAttention(CachedAttention):
-    """Multi-head latent attention (MLA) between an input and an output projection.
+    """Multi-head latent attention (MLA). The cache holds padded keys and values of every head, not the latent.
 
     The input projection computes q | latent | shared key. The latent is normalised and projected to keys and values.
-    The cache holds keys and values of every head, padded with zeros to one head size, not the latent.
-
-    Shapes: N own and S shared key elements of a head, V value elements of a head, R rank of the latent, D head size in
-    the cache: max(N + S, V).
+    Shapes: N own and S shared key elements of a head, V value elements, R rank of the latent, D = max(N + S, V).
     """
 
     def __init__(self, spec: LatentLayer, like: Tensor, index: int) -> None:

@@ -90,11 +90,7 @@ class Experts(ResidualBranch):
         return combine(self._products(x_TL, token_S, expert_ends_E), sorted_index_S, weights_TK, shared_TL, gate_T1)
 
     def _products(self, x_TL: Tensor, token_S: Tensor, expert_ends_E: Tensor) -> Tensor:
-        """Return the outputs (S, L) of the experts for S sorted pairs of token and expert.
-
-        x_TL: inputs of the tokens. token_S: token of each pair. expert_ends_E: end of each expert's pairs; later rows
-        are undefined.
-        """
+        """Return outputs (S, L) of the experts for S sorted pairs. Rows after the last expert's end are undefined."""
         gate_up_SF, expert_S = self.up_proj(x_TL.index_select(0, token_S), expert_ends_E), None
         if self.up_proj.bias is not None and self.down_proj.bias is not None:
             sorted_index_S = torch.arange(len(token_S), dtype=torch.int32, device=expert_ends_E.device)
@@ -106,10 +102,7 @@ class Experts(ResidualBranch):
         return y_SL.add_(self.down_proj.bias.index_select(0, expert_S))
 
     def _of_all_ranks(self, exchange: ExpertParallel, x_TL: Tensor, weights_TK: Tensor, experts_TK: Tensor) -> Tensor:
-        """Return the weighted sum (T, L) of each token's experts, which are divided among ranks.
-
-        This rank's experts compute the tokens of all ranks. `exchange` gathers tokens and adds results.
-        """
+        """Return the weighted sum (T, L) of each token's experts. A rank's experts compute the tokens of all ranks."""
         assert self.spec.own is not None
         x_AL, weights_AK, experts_AK = exchange.gather(x_TL, weights_TK, experts_TK)
         (first, end), count = self.spec.own, self.spec.num_own

@@ -1,7 +1,4 @@
-"""Grouped matrix products: rows are sorted by group, and each group has its own matrix.
-
-Shapes: S rows, K columns of the input, N columns of the output, E groups.
-"""
+"""Grouped products: rows are sorted by group. Shapes: S rows, K columns of the input, N of the output, E groups."""
 
 from __future__ import annotations
 
@@ -62,11 +59,10 @@ FORMS = Implementations(masked_products, triton="bateleur.runner.models.kernels.
 
 
 def grouped_product(x: Tensor, weight: Tensor, group_ends: Tensor) -> Tensor:
-    """``(x (S, K), weight (E, N, K), group_ends (E,) int32) -> (S, N)``: row s times the transpose of its group's
-    matrix.
+    """Return each row of x (S, K) times the transpose of its group's matrix, for weight (E, N, K): (S, N).
 
-    The rows of group e end before ``group_ends[e]``; group 0 begins at row 0. A row of the result depends only on its
-    own input, even if others are NaN. Rows after the last group are undefined.
+    The rows of group e end before ``group_ends[e]`` (int32); group 0 begins at row 0. A row of the result depends only
+    on its own input, even if others are NaN. Rows after the last group are undefined.
     """
     if x.is_cpu:
         y_SN = x.new_empty(x.shape[0], weight.shape[1])
@@ -104,11 +100,7 @@ _grouped_product = define_op(
 
 @operator("quantized", lambda x, ends, parts, scheme: x.new_empty(x.shape[0], parts[0].shape[1]), direct=True)
 def quantized_grouped(x: Tensor, ends: Tensor, parts: Sequence[Tensor], scheme: str) -> Tensor:
-    """Return (S, N): each row of x (S, K) times the transpose of its group's quantised matrix, as `grouped_product`.
-
-    ends: (E,) int32, end of the rows of each group. parts, scheme: tensors and scheme of W (E, N, K), as in
-    `quantized_linear`.
-    """
+    """Return `grouped_product` of x (S, K) and quantised matrices (E, N, K), given as to `quantized_linear`."""
     y_SN = x.new_zeros(x.shape[0], parts[0].shape[1])
     form = _by_group if x.is_cpu else _masked
     return form(y_SN, x, ends, lambda e, rows: quantized_linear(rows, [each[e] for each in parts], scheme, None))

@@ -1,7 +1,6 @@
 """LoRA adapters of projections. Each token has its own adapter, or none.
 
-Shapes: T tokens, K columns and N rows of the projection, A adapter slots, R rank of a slot's matrices (summed over the
-modules of the projection).
+Shapes: T tokens, K columns, N rows, A adapter slots, R rank of a slot (summed over the modules of the projection).
 """
 
 from __future__ import annotations

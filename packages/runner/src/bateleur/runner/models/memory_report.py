@@ -68,10 +68,7 @@ def describe_quantized(matrix: QuantizedMatrix, device: torch.device, dtype: tor
 
 
 def packed_change(matrix: QuantizedMatrix, dtype: torch.dtype) -> int:
-    """Return the additional bytes of a quantised matrix after packing for a CPU.
-
-    dtype: dtype of the tokens that it is multiplied with.
-    """
+    """Return the additional bytes of a quantised matrix after packing for a CPU. dtype: dtype of the tokens."""
     one, many = _first(matrix), len(matrix.codes) if matrix.codes.ndim == 3 else 1
     if (packed := PackedMatrix.of(one, dtype)) is None:
         return 0
@@ -84,10 +81,8 @@ def packed_weight_bytes(
 ) -> int:
     """Return the bytes of all weights of `model` after `HybridDecoder.pack` for `device`.
 
-    stored: dtype of the checkpoint. On a CPU with our C kernels, a matrix whose numbers bfloat16 can represent is
-    stored in bfloat16 even if it is computed in float32. After packing, a tied output projection is a copy of the
-    embedding.
-    recorded: whether CUDA graphs are captured over the model.
+    stored: dtype of the checkpoint. C kernels store a matrix in bfloat16 if that represents its numbers, and a tied
+    output projection is a copy of the embedding. recorded: whether CUDA graphs are captured over the model.
     """
     held = sum(weight.nbytes for weight in model.weights().values())
     if device.type != "cpu" or unavailable_reason() is not None:

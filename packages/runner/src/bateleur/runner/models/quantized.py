@@ -103,10 +103,7 @@ class QuantizedMatrix:
 
     @classmethod
     def empty(cls, scheme: Scheme, shape: tuple[int, ...], groups: int | None, device: torch.device) -> QuantizedMatrix:
-        """Return a matrix with uninitialised codes and scales.
-
-        shape: (N, K) or (E, N, K). groups: number of scale groups of a row; None: columns divided by the group size.
-        """
+        """Return an uninitialised matrix (N, K) or (E, N, K). groups: scale groups of a row; None: derived from K."""
         *lead, columns = shape
         groups = scheme.num_groups(columns) if groups is None else groups
         width = -(-columns // 2) if scheme.layout in PACKED else columns

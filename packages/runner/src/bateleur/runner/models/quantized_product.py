@@ -36,8 +36,7 @@ def quantized_linear(x: Tensor, parts: Sequence[Tensor], scheme: str, bias: Tens
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Return `x W^T + b` for x (T, K), a plain W (N, K) and b (N,) or None.
 
-    A CPU uses the C kernel of plain matrices, or computes token by token, because the rounding of torch's BLAS depends
-    on the number of tokens.
+    Without C kernels, a CPU computes token by token: the rounding of torch's BLAS depends on the number of tokens.
     """
     if not x.is_cpu:
         return F.linear(x, weight, bias)

@@ -1,7 +1,4 @@
-"""Residual branches with a recurrence: Mamba-2, delta rules and short convolutions.
-
-Shapes: T tokens of all requests, M hidden size.
-"""
+"""Residual branches with a recurrence: Mamba-2, delta rules, short convolutions. Shapes: T tokens, M hidden size."""
 
 from __future__ import annotations
 

@@ -1,14 +1,9 @@
 """Routing of tokens to experts, sorting by expert, and the weighted sum; one launch each on CUDA.
 
-Shapes: T tokens, E experts, K experts of a token, G groups, S pairs of token and expert (T * K), L width of the
-experts.
+Shapes: T tokens, E experts, K experts of a token, S pairs of token and expert (T * K), L width of the experts.
 
-Routers of checkpoints. Each optionally divides the chosen weights by their sum:
-
-softmax, normalised: over the chosen logits (Granite); equal to a softmax over all logits divided by the sum of the
-chosen weights (Qwen).
-softmax: over all logits (Qwen without `norm_topk_prob`).
-sigmoid: of each logit; a correction and groups change the choice, not the weights (Nemotron-H, Kimi, LFM2).
+A softmax over the chosen logits (Granite) equals one over all logits divided by the sum of the chosen weights (Qwen).
+A sigmoid router (Nemotron-H, Kimi, LFM2) may have a correction and groups, which change the choice, not the weights.
 """
 
 from __future__ import annotations
@@ -23,10 +18,7 @@ from bateleur.runner.models.spec import RouterSpec
 
 
 def route(logits_TE: Tensor, spec: RouterSpec, top_k: int, correction_E: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Return weights (T, K) float32 and expert ids (T, K) int64 from logits (T, E) float32, the best first.
-
-    correction_E: (E,) added to the scores for the choice of experts only.
-    """
+    """Return weights (T, K) float32 and ids (T, K) int64 of the best experts. correction_E: added for the choice."""
     sum_eps = spec.sum_eps if spec.normalised else None
     groups = [spec.num_groups, spec.top_groups]
     sigmoid = spec.scores == "sigmoid"
@@ -36,8 +28,7 @@ def route(logits_TE: Tensor, spec: RouterSpec, top_k: int, correction_E: Tensor 
 def logistic(x: Tensor) -> Tensor:
     """Return the sigmoid of each number, with bits that do not depend on its position.
 
-    On a CPU, torch's sigmoid has other bits in a tensor's last elements, so the choice of equal experts would depend
-    on the number of tokens.
+    On a CPU, torch's sigmoid has other bits in a tensor's last elements, so equal experts would depend on the tokens.
     """
     return x.float().neg().exp_().add_(1.0).reciprocal_().to(x.dtype) if x.is_cpu else x.sigmoid()
 
@@ -59,8 +50,8 @@ def route_tokens(
 ) -> tuple[Tensor, Tensor]:
     """Route tokens to experts, see `route`. The kernel prefers NaN, and the lower expert id of equal scores.
 
-    sum_eps: added to the sum that weights are divided by; None: do not divide. groups: number of groups, and number of
-    groups to choose.
+    sum_eps: added to the sum that weights are divided by; None: do not divide. groups: number of groups, and of chosen
+    ones.
     """
     if sigmoid:
         scores_TE = logistic(logits)
@@ -98,9 +89,8 @@ def _fake_sort(experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tenso
 def sort_places(experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
     """Sort (token, expert) pairs by expert, on the device, so that the host need not know the numbers per expert.
 
-    experts (T, K) int64, in range(num_experts); pair t * K + k is entry (t, k). Returns three tensors: the token of
-    every sorted pair, (S,) int64; the sorted position of every pair, (S,) int64; the end of each expert's pairs, (E,)
-    int32.
+    experts (T, K) int64, in range(num_experts). Returns the token of every sorted pair, (S,) int64; the sorted position
+    of every pair t * K + k, (S,) int64; the end of each expert's pairs, (E,) int32.
     """
     sorted_S, order_S = experts.flatten().sort(stable=True)
     positions_S = torch.arange(len(order_S), device=order_S.device)

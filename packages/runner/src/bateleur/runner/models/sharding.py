@@ -1,13 +1,9 @@
 """Divides a model among ranks: layers with fewer heads and channels, and parts of weights.
 
-Every branch reads the whole residual stream and returns a partial sum, so each ends with one all-reduce. These
-are divided:
-
-attention heads (KV heads are replicated if there are fewer than ranks), channels of MLPs and of every expert, heads of
-Mamba-2 with their groups (B and C are replicated if there are fewer groups), value heads of delta rules with their key
-heads, channels of short convolutions, and the vocabulary.
-
-Data-parallel ranks have the whole model except for experts, which they share (`shard_experts`).
+Every branch reads the whole residual stream and returns a partial sum, so each ends with one all-reduce. Divided are
+attention heads, channels of MLPs and of every expert, heads of Mamba-2 with their groups, value heads of delta rules
+with their key heads, channels of short convolutions, and the vocabulary. KV heads and groups are replicated if there
+are fewer than ranks. Data-parallel ranks have the whole model except for experts, which they share (`shard_experts`).
 """
 
 from __future__ import annotations
@@ -52,9 +48,8 @@ _ONCE = ("o_bias", "out_bias", "down_bias", "latent_out_bias", "shared_down_bias
 
 
 def shard_model(spec: ModelSpec, ranks: Ranks) -> tuple[ModelSpec, WeightShard]:
-    """Return `spec` with this rank's part of each layer, and its share of the weights.
+    """Return `spec` with this rank's part of each layer, and its share of the weights. `vocab_size` is unchanged.
 
-    The vocabulary size is unchanged.
     Raises ValueError, with the possible sizes, if a layer can't be divided.
     """
     vocabulary: Cut = {0: (ranks.about(spec.vocab_size),)}

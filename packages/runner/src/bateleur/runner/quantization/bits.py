@@ -13,10 +13,7 @@ AWQ = (0, 4, 1, 5, 2, 6, 3, 7)
 
 
 def unpack_columns(words: Tensor, bits: int, order: Sequence[int] = PLAIN) -> Tensor:
-    """Unpack words (R, C) int32 with codes of adjacent columns to codes (R, C * 32 / bits) uint8.
-
-    order: for 4-bit codes, the nibble in which a word holds each of 8 adjacent columns; 0 is the lowest.
-    """
+    """Unpack words (R, C) int32 to codes (R, C * 32 / bits) uint8. order: nibbles of 8 adjacent 4-bit columns."""
     codes = words.contiguous().view(torch.uint8)
     if bits == 8:
         return codes

@@ -30,10 +30,7 @@ _GLOBAL = "weight_global_scale"
 
 
 class CompressedTensorsReader(QuantizedReader):
-    """Reads compressed-tensors.
-
-    A module's tensors tell its format; the configuration has the sizes of groups and blocks.
-    """
+    """Reads compressed-tensors. A module's tensors tell its format, the configuration the sizes of groups."""
 
     parts = (
         frozenset(("weight", "weight_scale", "weight_zero_point")),

@@ -46,10 +46,7 @@ _FALLBACKS = (("hf_quant_config.json", "modelopt"), ("quantize_config.json", "gp
 
 
 def quantization_fields(path: Path, config: Mapping[str, Any]) -> tuple[Path, Mapping[str, Any]]:
-    """Return the file that describes the quantisation of the checkpoint folder `path`, and its fields.
-
-    The fields are empty without quantisation. config: fields of config.json. Raises ValueError if they are no object.
-    """
+    """Return the file that describes the quantisation of the folder `path`, and its fields; {} if none does."""
     file = path / "config.json"
     with errors_in(file):
         fields = _fields(config)

@@ -27,10 +27,7 @@ Block = tuple[int, int] | None
 
 @dataclass(frozen=True, slots=True)
 class Module:
-    """Tensors of one quantised module, by the last part of their names: `weight`, `weight_scale`, ...
-
-    Methods that check a tensor raise ValueError with its name.
-    """
+    """Tensors of a quantised module, by the last part of their names. Checks raise ValueError with a tensor's name."""
 
     names: tuple[str, ...]
     """Names of the module: first the one in the file, then other spellings."""
@@ -107,10 +104,7 @@ class Module:
         return scales.reshape(blocks).repeat_interleave(high, -2)[..., :rows, :]
 
     def group_size(self, columns: int, groups: int, said: int) -> int:
-        """Return the number of columns per scale. said: `group_size` of the configuration; below 1 means all columns.
-
-        groups: number of scales of a row. Raises ValueError if they do not fit.
-        """
+        """Return the columns per scale, of `groups` scales. said: `group_size` of the configuration; < 1: all."""
         group = columns if said < 1 else said
         if -(-columns // group) == groups:
             return group

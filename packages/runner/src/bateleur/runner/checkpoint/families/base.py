@@ -91,10 +91,7 @@ def granite_multipliers(fields: ConfigFields) -> dict[str, Any]:
 
 
 def read_layers(fields: ConfigFields, listed: str, readers: Mapping[str, Callable[[], L]]) -> tuple[L, ...]:
-    """Return a residual branch for each entry of the field `listed`.
-
-    readers: functions that make the branch, by kind of layer (value of an entry). Raises ValueError for another kind.
-    """
+    """Return a branch for each entry of the field `listed`. readers: make it, by the supported entries."""
     kinds = fields.raw(listed) or ()
     for i, kind in enumerate(kinds):
         if kind not in readers:
@@ -107,10 +104,7 @@ WINDOW_KINDS = ("full_attention", "sliding_attention")
 
 
 def read_windows(fields: ConfigFields, attention: AttentionLayer, **windowed: Any) -> tuple[AttentionLayer, ...]:
-    """Return one attention layer for each entry of `layer_types`.
-
-    windowed: fields of `AttentionLayer` that differ in sliding-window layers.
-    """
+    """Return a layer for each of `layer_types`. windowed: fields that differ in sliding-window layers."""
 
     def sliding() -> AttentionLayer:
         return replace(attention, sliding_window=fields["sliding_window"], **windowed)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate, pairwise
@@ -55,74 +55,40 @@ def _gated_delta(fields: ConfigFields, norm_eps: float, *, allow_neg_eigval: boo
     return DeltaLayer(state, _CHUNK, norm_eps)
 
 
-def _joined_names(layer: DeltaLayer) -> Names:
-    """Weight names of Qwen3.5: one matrix for queries, keys and values; one for each other part of the projection."""
-    sizes = _sizes(layer)
-    rows = {"in_proj_qkv": sum(sizes[:3]), "in_proj_z": sizes[3], "in_proj_b": sizes[4], "in_proj_a": sizes[5]}
-    return projection("in", rows) | _rest("norm", "out_proj") | _CONV
+def _delta_names(
+    layer: DeltaLayer, sources: Mapping[str, str], norm: str = "norm", out: str = "out_proj", *, packed: bool = False
+) -> Names:
+    """Return the weight names of a delta layer.
 
-
-def _packed_names(layer: DeltaLayer) -> Names:
-    """Weight names of Qwen3-Next, whose fused matrices hold all rows of one key head, then those of the next."""
-    sizes, key_heads = _sizes(layer), layer.state.heads[0]
-    names = projection("in", {"in_proj_qkvz": sum(sizes[:4]), "in_proj_ba": sum(sizes[4:])})
-    for name, rows in (("in_proj_qkvz.weight", sizes[:4]), ("in_proj_ba.weight", sizes[4:])):
-        ends = [each // key_heads for each in accumulate(rows)]
-        names[name] = replace(names[name], pieces=tuple(pairwise([0, *ends])))
-    return names | _rest("norm", "out_proj") | _CONV
-
-
-def _split_names(layer: DeltaLayer) -> Names:
-    """Weight names of OLMo-hybrid: one matrix for each part of the projection, and separate or joined convolutions."""
-    named = ("q_proj", "k_proj", "v_proj", "g_proj", "b_proj", "a_proj")
-    names = projection("in", dict(zip(named, _sizes(layer), strict=True)))
-    return names | _rest("o_norm", "o_proj") | _separate_convolutions(layer)
-
-
-def _factored_names(layer: DeltaLayer) -> Names:
-    """Weight names of Kimi Linear: one matrix for each part; gate and decay are products of two matrices."""
-    heads, decays, rank = layer.state.heads[1], layer.state.heads[1] * layer.state.head_dims[0], layer.rank
-    first = dict(zip(("q_proj", "k_proj", "v_proj"), _channels(layer), strict=True))
-    return {
-        **projection("in", {**first, "g_a_proj": rank, "b_proj": heads, "f_a_proj": rank}),
-        "g_b_proj.weight": WeightPart("gate_proj"),
-        "f_b_proj.weight": WeightPart("decay_proj"),
-        **_rest("o_norm", "o_proj"),
-        "A_log": WeightPart("A", form=StorageForm.A_LOG, stored=(1, 1, heads, 1)),
-        "dt_bias": WeightPart("dt_bias", stored=(decays,)),
-        **_separate_convolutions(layer),
+    sources: parts of the projection that each matrix holds: q, k, v, z (gate), b (beta) and a (decay). packed: whether
+    a matrix holds all rows of one key head, then those of the next.
+    """
+    (key_heads, value_heads), channels, rank = layer.state.heads, _channels(layer), layer.rank
+    sizes = dict(zip("qkvzba", (*channels, rank or channels[2], value_heads, rank or value_heads), strict=True))
+    names = projection("in", {source: sum(sizes[part] for part in parts) for source, parts in sources.items()})
+    for source, parts in sources.items() if packed else ():
+        ends = accumulate(sizes[part] // key_heads for part in parts)
+        names[f"{source}.weight"] = replace(names[f"{source}.weight"], pieces=tuple(pairwise([0, *ends])))
+    return names | {
+        "A_log": WeightPart("A", form=StorageForm.A_LOG),
+        "dt_bias": WeightPart("dt_bias"),
+        f"{norm}.weight": WeightPart("norm"),
+        f"{out}.weight": WeightPart("out_proj"),
+        "conv1d.weight": WeightPart("conv", form=StorageForm.CONV),
     }
-
-
-_CONV: Names = {"conv1d.weight": WeightPart("conv", form=StorageForm.CONV)}
 
 
 def _separate_convolutions(layer: DeltaLayer) -> Names:
     """Weight names of separate convolutions for queries, keys and values, or of one joined convolution."""
     rows = dict(zip(("q_conv1d", "k_conv1d", "v_conv1d"), _channels(layer), strict=True))
     apart = {name: replace(part, form=StorageForm.CONV) for name, part in stacked("conv", rows).items()}
-    return {name: replace(joined, instead=apart) for name, joined in _CONV.items()}
-
-
-def _rest(norm: str, out: str) -> Names:
-    return {
-        "A_log": WeightPart("A", form=StorageForm.A_LOG),
-        "dt_bias": WeightPart("dt_bias"),
-        f"{norm}.weight": WeightPart("norm"),
-        f"{out}.weight": WeightPart("out_proj"),
-    }
+    return {"conv1d.weight": WeightPart("conv", form=StorageForm.CONV, instead=apart)}
 
 
 def _channels(layer: DeltaLayer) -> tuple[int, int, int]:
     """Return the numbers of rows for queries, keys and values in the projection."""
     (key_heads, value_heads), (key_dim, value_dim) = layer.state.heads, layer.state.head_dims
     return key_heads * key_dim, key_heads * key_dim, value_heads * value_dim
-
-
-def _sizes(layer: DeltaLayer) -> tuple[int, ...]:
-    """Return the numbers of rows for queries, keys, values, gate, b (beta) and a (decay) in the projection."""
-    channels, heads = _channels(layer), layer.state.heads[1]
-    return *channels, channels[2], heads, heads
 
 
 # --- Qwen3.5 and Qwen3-Next: gated delta nets or gated attention, then a gated MLP or experts -----------------------
@@ -161,17 +127,15 @@ def _qwen3_next(fields: ConfigFields) -> ModelSpec:
     return fields.model(blocks, branches, exact_norms=True)
 
 
-def _qwen_names(delta: Callable[[DeltaLayer], Names], spec: ModelSpec) -> Names:
-    """Return the weight names of a decoder. delta: function that returns those of a delta layer."""
-    mixers: Mixers = {DeltaLayer: ("linear_attn", "input_layernorm", delta)}
+def _qwen_names(spec: ModelSpec, sources: Mapping[str, str], *, packed: bool = False) -> Names:
+    """Return the weight names of a decoder. sources, packed: see `_delta_names`."""
+    names = partial(_delta_names, sources=sources, packed=packed)
+    mixers: Mixers = {DeltaLayer: ("linear_attn", "input_layernorm", names)}
     return norms_less_one(weight_names(spec, mixers=mixers))
 
 
 def _mtp_layers(fields: ConfigFields, spec: ModelSpec) -> tuple[tuple[Layer, ...], int]:
-    """Return the residual branches of the head's one layer, like the target's last attention layer, and their number.
-
-    Configurations of Qwen3-Next do not have the field `mtp_num_hidden_layers`.
-    """
+    """Return the branches of the head's one layer, like the target's last attention layer, and their number."""
     count, dedicated = fields.raw("mtp_num_hidden_layers"), fields.raw("mtp_use_dedicated_embeddings")
     if count not in (None, 1):
         refuse("mtp_num_hidden_layers", count, "1: a head of one layer, which is fed its own output")
@@ -207,13 +171,15 @@ def _olmo_hybrid(fields: ConfigFields) -> ModelSpec:
     return fields.model(blocks, [after if isinstance(block, ParallelLayer) else mlp for block in blocks])
 
 
+def _olmo_delta_names(layer: DeltaLayer) -> Names:
+    sources = {"q_proj": "q", "k_proj": "k", "v_proj": "v", "g_proj": "z", "b_proj": "b", "a_proj": "a"}
+    return _delta_names(layer, sources, "o_norm", "o_proj") | _separate_convolutions(layer)
+
+
 def _olmo_hybrid_names(spec: ModelSpec) -> Names:
-    mixers: Mixers = {DeltaLayer: ("linear_attn", "input_layernorm", _split_names)}
-    return dict(_olmo_norms(spec, weight_names(spec, mixers=mixers)))
-
-
-def _olmo_norms(spec: ModelSpec, names: Names) -> Iterator[tuple[str, WeightPart]]:
-    """Yield all weight names, with OLMo's names of norms; the names that transformers saves are in `instead`."""
+    """Return all weight names, with OLMo's names of norms; the names that transformers saves are in `instead`."""
+    mixers: Mixers = {DeltaLayer: ("linear_attn", "input_layernorm", _olmo_delta_names)}
+    named: Names = {}
     before = {
         "input_layernorm": ("attention_layer_norm", "input_layernorm"),
         "post_attention_layernorm": ("feedforward_layer_norm", "post_attention_layernorm"),
@@ -222,15 +188,16 @@ def _olmo_norms(spec: ModelSpec, names: Names) -> Iterator[tuple[str, WeightPart
         "input_layernorm": ("post_attention_layernorm", "feedforward_layer_norm"),
         "post_attention_layernorm": ("post_feedforward_layernorm",),
     }
-    for name, part in names.items():
+    for name, part in weight_names(spec, mixers=mixers).items():
         layer, _, norm = name.removesuffix(".weight").rpartition(".")
         if norm not in before:
-            yield name, part
+            named[name] = part
             continue
         kind = spec.layers[int(part.target.split(".")[1])]
         first, *others = (after if isinstance(kind, ParallelLayer) else before)[norm]
         instead = {f"{layer}.{other}.weight": part for other in others}
-        yield f"{layer}.{first}.weight", WeightPart(part.target, instead=instead)
+        named[f"{layer}.{first}.weight"] = WeightPart(part.target, instead=instead)
+    return named
 
 
 # --- Kimi Linear: Kimi delta attention or latent attention without positions, then a gated MLP or experts -----------
@@ -289,6 +256,20 @@ def _latent(fields: ConfigFields) -> Layer:
     )
 
 
+def _kimi_delta_names(layer: DeltaLayer) -> Names:
+    """Weight names of a layer whose gate and decay are products of two matrices."""
+    sources = {"q_proj": "q", "k_proj": "k", "v_proj": "v", "g_a_proj": "z", "b_proj": "b", "f_a_proj": "a"}
+    heads, key_dim = layer.state.heads[1], layer.state.head_dims[0]
+    return {
+        **_delta_names(layer, sources, "o_norm", "o_proj"),
+        "g_b_proj.weight": WeightPart("gate_proj"),
+        "f_b_proj.weight": WeightPart("decay_proj"),
+        "A_log": WeightPart("A", form=StorageForm.A_LOG, stored=(1, 1, heads, 1)),
+        "dt_bias": WeightPart("dt_bias", stored=(heads * key_dim,)),
+        **_separate_convolutions(layer),
+    }
+
+
 def _latent_names(layer: LatentLayer) -> Names:
     queries, latent = layer.num_heads * (layer.key_dim + layer.shared_dim), layer.rank + layer.shared_dim
     return {
@@ -301,7 +282,7 @@ def _latent_names(layer: LatentLayer) -> Names:
 
 def _kimi_names(spec: ModelSpec) -> Names:
     mixers: Mixers = {
-        DeltaLayer: ("self_attn", "input_layernorm", _factored_names),
+        DeltaLayer: ("self_attn", "input_layernorm", _kimi_delta_names),
         LatentLayer: ("self_attn", "input_layernorm", _latent_names),
         ExpertsLayer: _EXPERTS,
     }
@@ -325,8 +306,10 @@ _qwen = partial(
     ),
     needs=("layer_types", "full_attention_interval"),
 )
+_QWEN3_5 = {"in_proj_qkv": "qkv", "in_proj_z": "z", "in_proj_b": "b", "in_proj_a": "a"}
+_QWEN3_NEXT = {"in_proj_qkvz": "qkvz", "in_proj_ba": "ba"}
 _qwen_in_larger = partial(
-    _qwen, names=partial(_qwen_names, _joined_names), other_prefixes=(("model.language_model.", "model."),)
+    _qwen, names=partial(_qwen_names, sources=_QWEN3_5), other_prefixes=(("model.language_model.", "model."),)
 )
 FAMILIES = (
     Family(
@@ -344,5 +327,5 @@ FAMILIES = (
     _qwen_in_larger("qwen3_5_moe", "Qwen3_5MoeForConditionalGeneration", _qwen3_5_moe, inside="text_config"),
     _qwen_in_larger("qwen3_5_moe_text", "Qwen3_5MoeForCausalLM", _qwen3_5_moe),
     _qwen_in_larger("qwen3_5_text", "Qwen3_5ForCausalLM", _qwen3_5),
-    _qwen("qwen3_next", "Qwen3NextForCausalLM", _qwen3_next, partial(_qwen_names, _packed_names)),
+    _qwen("qwen3_next", "Qwen3NextForCausalLM", _qwen3_next, partial(_qwen_names, sources=_QWEN3_NEXT, packed=True)),
 )

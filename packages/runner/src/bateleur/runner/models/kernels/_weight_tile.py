@@ -11,10 +11,7 @@ from triton.language.target_info import cuda_capability_geq
 
 @triton.jit
 def e4m3(bits):
-    """Convert bits of e4m3 to float32.
-
-    GPUs from sm_89 on have an instruction that converts two numbers. Other GPUs move the bits.
-    """
+    """Convert bits of e4m3 to float32, by an instruction on GPUs from sm_89 on, else by moving bits."""
     if cuda_capability_geq(8, 9):
         return bits.to(tl.float8e4nv, bitcast=True).to(tl.float32)
     wide = bits.to(tl.int16)
@@ -24,10 +21,7 @@ def e4m3(bits):
 
 @triton.jit
 def int4(codes, MIDDLE: tl.constexpr):
-    """Return the low and the high nibbles of codes minus MIDDLE, in float32.
-
-    A nibble becomes the last bits of 2^23 or 2^19 in float32, because conversions of integers are slow.
-    """
+    """Return low and high nibbles minus MIDDLE, via the last bits of 2^23 and 2^19: integer conversions are slow."""
     bits = codes.to(tl.int32)
     low, high = (bits & 0x0F) | 0x4B000000, (bits & 0xF0) | 0x49000000
     return low.to(tl.float32, bitcast=True) - (8388608.0 + MIDDLE), high.to(tl.float32, bitcast=True) - (

@@ -23,9 +23,9 @@ def activation_kernel(
     gate_up_ptr, out_ptr, gate_up_token,
     SIZE: tl.constexpr, GATED: tl.constexpr, NAME: tl.constexpr, BLOCK_F: tl.constexpr,
 ):  # fmt: skip
-    """Compute `act(gate_up)` of a token, or `act(gate) * up` if GATED, in float32, rounded once.
+    """Compute `act(gate_up)` of a token, or `act(gate) * up` if GATED, in float32. NAME: one of `Activation`.
 
-    Grid (tokens, tiles of elements). NAME: one of `Activation`. Occupancy on sm_90: at least 16 blocks per SM.
+    Grid (tokens, tiles of elements). Occupancy on sm_90: at least 16 blocks per SM.
     """
     token = tl.program_id(0).to(tl.int64)
     f = tl.program_id(1) * BLOCK_F + tl.arange(0, BLOCK_F)

@@ -1,7 +1,7 @@
 """Products of many tokens with quantised matrices: Triton kernels that dequantise a matrix once, then multiply.
 
-`kernels.quantized` dequantises a tile of W again for every tile of tokens, which takes longer than the product itself
-for a prompt. Sums are added in the order of that module. Legend: see there.
+`kernels.quantized` would dequantise a tile of W again for every tile of tokens. Sums are added in its order. Legend:
+see there.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
@@ -107,10 +107,7 @@ def tile_options() -> dict[str, Any]:
 
 
 def dequantize(matrix: QuantizedMatrix, constants: Mapping[str, Any], into: Tensor) -> None:
-    """Write the weights of a matrix (N, K) to `into` (N, PADDED), with zeros after the last column.
-
-    constants: compile-time constants of `weight_tile`.
-    """
+    """Write the weights of a matrix (N, K) to `into` (N, PADDED), with zeros after the last column."""
     rows, padded = into.shape
     block_k = 128 if constants["GROUP"] else 32  # loads of a scale for each column take registers
     dequantize_kernel[cdiv(rows, 64), cdiv(padded, block_k)](
@@ -138,10 +135,7 @@ def linear(
     bias: Tensor | None,
     y: Tensor,
 ) -> None:
-    """Write `x W^T + b` to y (T, N), for x (T, K) in half precision. At most WORKSPACE weights are dequantised at once.
-
-    constants, parts: see `dequantize` and `multiply`.
-    """
+    """Write `x W^T + b` to y (T, N), for x (T, K) in half precision, by WORKSPACE dequantised weights at once."""
     rows, columns = matrix.shape
     padded = cdiv(columns, BLOCK) * BLOCK
     step = cdiv(cdiv(rows, cdiv(rows * padded, WORKSPACE)), 128) * 128

@@ -22,10 +22,7 @@ _FEW_ROWS = 32  # mean rows per group; below, tiles have the minimum height of t
 
 @triton.jit
 def rows_of_tile(ends_ptr, tile, GROUPS: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_E: tl.constexpr):
-    """Return the group of a tile of rows, the first row of the tile, and the end of the group's rows.
-
-    The group is GROUPS for a tile after the last one.
-    """
+    """Return the group of a tile of rows (GROUPS after the last), its first row, and the end of the group's rows."""
     e = tl.arange(0, BLOCK_E)
     end_E = tl.load(ends_ptr + e, mask=e < GROUPS, other=0)
     begin_E = tl.load(ends_ptr + e - 1, mask=(e > 0) & (e < GROUPS), other=0)
@@ -68,10 +65,7 @@ def grouped_kernel(
 
 
 def tile_options(num_rows: int, num_groups: int, dtype: torch.dtype) -> dict[str, Any]:
-    """Return tile sizes and launch options of `grouped_kernel`.
-
-    There are two sets per layer, for few and many rows per group, whatever the prompt lengths.
-    """
+    """Return tile sizes and launch options of `grouped_kernel`: two sets per layer, for few and many rows per group."""
     full, many = dtype == torch.float32, num_rows >= _FEW_ROWS * num_groups
     return {
         "BLOCK_S": 64 if many else 16,

@@ -1,7 +1,4 @@
-"""Joins keys and values of all heads from a latent's projection and the key part that heads share (MLA).
-
-Each program computes some heads of a token. Legend: H heads of a tile, D head size in the cache.
-"""
+"""Joins keys and values of heads in MLA; a program computes some heads of a token. Legend: H heads, D head size."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 

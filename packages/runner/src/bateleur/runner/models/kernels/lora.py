@@ -1,7 +1,4 @@
-"""LoRA adapters in two launches for each projection: from a token to the low rank (A), and back (B).
-
-Legend: K columns (input), R low rank, N rows (output) of the projection.
-"""
+"""LoRA adapters in two launches per projection. Legend: K columns (input), R low rank, N rows (output)."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 

@@ -1,7 +1,4 @@
-"""RMS norms, fused with the sum before or after them. One program normalises one token.
-
-Legend: M hidden size, in one tile.
-"""
+"""RMS norms, fused with the sum before or after them. One program normalises one token, of M elements."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 
@@ -26,10 +23,9 @@ def norm_kernel(
     x_ptr, y_ptr, z_ptr, weight_ptr, out_ptr, x_token, y_token, z_token, factor, z_factor, eps,
     SIZE: tl.constexpr, BLOCK_M: tl.constexpr, TERMS: tl.constexpr,
 ):  # fmt: skip
-    """Add terms to the residual x of a token, store x, and write its RMS norm.
+    """Add 0 to 2 TERMS (factor * y, z_factor * z) to the residual x of a token, store x, and write its RMS norm.
 
-    TERMS: number of terms; 1 adds factor * y, 2 also adds z_factor * z. Grid (tokens,).
-    Occupancy on sm_90: at least 3 blocks per SM.
+    Grid (tokens,). Occupancy on sm_90: at least 3 blocks per SM.
     """
     token, m = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK_M)
     real = m < SIZE

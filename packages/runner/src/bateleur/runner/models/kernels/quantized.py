@@ -152,11 +152,9 @@ def grouped_kernel(
 
 
 def tile_options(num_tokens: int, dtype: torch.dtype, group: int) -> dict[str, Any]:
-    """Return tile sizes and launch options, one of three sets by number of tokens.
+    """Return tile sizes and launch options, one of three sets by number of tokens. group: as in `_constants`.
 
     All sets have the same BLOCK_K, because the rounding of sums depends on it.
-
-    group: columns with a common scale; 0 if scales are read for each column.
     """
     full = dtype == torch.float32
     wide = num_tokens > _MANY and not full

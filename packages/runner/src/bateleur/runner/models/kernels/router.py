@@ -41,10 +41,7 @@ def _sigmoid(x):
 
 @triton.jit
 def _of_best_groups(key_GP, choice_GP, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, BLOCK_G: tl.constexpr):
-    """Return the sort keys of experts in the chosen groups, and the lowest key for all others.
-
-    Chosen are the TOP_GROUPS groups with the largest sums of their two best scores.
-    """
+    """Return the sort keys of experts in the groups with the largest sums of two best scores, else the lowest key."""
     best_G1 = tl.max(key_GP, 1)[:, None]
     rest_GP = tl.where(key_GP == best_G1, _NONE, key_GP)
     two_GP = (key_GP == best_G1) | (rest_GP == tl.max(rest_GP, 1)[:, None])

@@ -1,7 +1,4 @@
-"""Products with packed matrices on a CPU, by C kernels if there is a compiler.
-
-Shapes: T tokens, N rows of a matrix, K columns; P panels of WIDTH rows.
-"""
+"""Products with packed matrices by C kernels. Shapes: T tokens, N rows, K columns, P panels of WIDTH rows."""
 
 from __future__ import annotations
 
@@ -43,10 +40,7 @@ def narrowed(weight: Tensor) -> Tensor:
 
 
 def packed_bytes(rows: int, columns: int, dtype: torch.dtype, stored: torch.dtype) -> int | None:
-    """Return the bytes of W (rows, columns) of `dtype` after packing, or None if it would not be packed.
-
-    stored: dtype that represents all numbers of W.
-    """
+    """Return the bytes of W after packing; None if it is not packed. stored: dtype that represents its numbers."""
     unpacked = (dtype == torch.bfloat16 and columns % 2) or not rows * columns
     if unpacked or (dtype, dtype) not in _NAMES or unavailable_reason() is not None:
         return None
@@ -64,10 +58,7 @@ def describe_kernels(device: torch.device) -> str | None:
 
 
 def pack(weight: Tensor) -> Tensor:
-    """Return W (N, K) in the layout of the C kernels, with padded rows of 0.
-
-    float32: (P, K, WIDTH); bfloat16: (P, K / 2, WIDTH, 2).
-    """
+    """Return W (N, K) with padded rows of 0: float32 as (P, K, WIDTH, 1), bfloat16 as (P, K / 2, WIDTH, 2)."""
     (rows, columns), width, together = weight.shape, panel_width(), _columns(weight)
     panels = -(-rows // width)
     packed = torch.empty(panels, columns // together, width, together, dtype=weight.dtype)

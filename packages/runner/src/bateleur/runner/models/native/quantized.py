@@ -1,7 +1,4 @@
-"""C kernels (`quantized.c`) for products of float32 tokens with matrices of int8 or int4 codes.
-
-Shapes: T tokens, N rows of a matrix, K columns, G groups of columns; P panels of WIDTH rows.
-"""
+"""C kernels (`quantized.c`) of float32 tokens and int8 or int4 matrices. Shapes: see `native`; G groups of columns."""
 
 from __future__ import annotations
 

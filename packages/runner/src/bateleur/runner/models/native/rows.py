@@ -18,20 +18,14 @@ _KINDS = {"relu2": 0, "silu": 1, "gelu_tanh": 2, "clamped_swiglu": 3}
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor | Unsupported:
-    """Return the RMS norm of x (T, size) by a C kernel, as `models.norm.rms_norm`.
-
-    `Unsupported` unless x is float32 or bfloat16 with dense rows.
-    """
+    """Return `models.norm.rms_norm` by a C kernel, for float32 or bfloat16 with dense rows."""
     return add_rms_norm(x, (), (), weight, eps, x.dtype)
 
 
 def add_rms_norm(
     h: Tensor, terms: Sequence[Tensor], factors: Sequence[float], weight: Tensor, eps: float, dtype: torch.dtype
 ) -> Tensor | Unsupported:
-    """Add up to two terms to h in place and return its RMS norm by a C kernel, as `models.norm.add_rms_norm`.
-
-    `Unsupported` unless terms have one dtype, and all tensors are float32 or bfloat16 with dense rows.
-    """
+    """Do `models.norm.add_rms_norm` by a C kernel, for terms of one dtype, and float32 or bfloat16 with dense rows."""
     if dtype not in _FLOATS or not all(_takes(each) and each.dtype == terms[0].dtype for each in terms):
         return UNSUPPORTED
     if not (_takes(h) and _takes(weight) and h.dim() == 2 and len(terms) <= 2):
@@ -49,10 +43,7 @@ def add_rms_norm(
 
 
 def activation(gate_up: Tensor, size: int, name: str, gated: bool) -> Tensor | Unsupported:
-    """Return `act(gate_up)` or `act(gate) * up` by a C kernel, as `models.mlp.activation`.
-
-    `Unsupported` unless gate_up is float32 or bfloat16 with dense rows.
-    """
+    """Return `models.mlp.activation` by a C kernel, for float32 or bfloat16 with dense rows."""
     if not _takes(gate_up):
         return UNSUPPORTED
     tokens = gate_up.shape[0]
