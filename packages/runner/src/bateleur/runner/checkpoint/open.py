@@ -79,8 +79,9 @@ def open_checkpoint(
             "Hub with `hf download NAME --local-dir DIR`"
         )
     family, fields, written = read_config(path, overrides)
+    foreign = tuple((written[name], name) for name in _FOREIGN if isinstance(written.get(name), int))
     with errors_in(path / "config.json"):
-        declared = replace(family.read_spec(fields), foreign_tokens=_foreign_tokens(written))
+        declared = replace(family.read_spec(fields), foreign_tokens=foreign)
         named = family.fold(fields, family.names(declared))
     spec = replace(declared, eos_token_ids=_eos_token_ids(path, declared))
     reader = read_quantization(path, written)
@@ -135,8 +136,7 @@ def load_model(
     with explain_out_of_memory(model=checkpoint.path, dtype=dtype, weight_bytes=size):
         model, quantized = describe_model(checkpoint, dtype, device, ranks, data_ranks)
         weights = model.weights()
-    share = None if model.peers.alone else model.share
-    fill_weights(weights, checkpoint.names, checkpoint.tensors, share, quantized)
+    fill_weights(weights, checkpoint.names, checkpoint.tensors, model.share, quantized)
     twice = checkpoint.tied and not model.ties_lm_head and not model.output.pieces
     if twice and torch.equal(model.lm_head, model.embedding):
         model.tie_lm_head()
@@ -154,17 +154,14 @@ def describe_model(
     model = HybridDecoder(checkpoint.spec, dtype=dtype, device=device, ranks=ranks, data_ranks=data_ranks)
     if checkpoint.dequantize:
         return model, {}
-    share = None if model.peers.alone else model.share
-    return model, quantize_projections(model.matrices, checkpoint.names, checkpoint.tensors, share)
+    return model, quantize_projections(model.matrices, checkpoint.names, checkpoint.tensors, model.share)
 
 
 def resolve_dtype(dtype: object, checkpoint: Checkpoint, device: torch.device) -> torch.dtype:
     """Return the dtype to compute in: as given, or for "auto" float32 on a CPU and the checkpoint's dtype on CUDA."""
     if dtype != "auto":
         return DTYPES[str(dtype)]
-    if device.type == "cpu" or checkpoint.dtype not in DTYPES.values():
-        return torch.float32
-    return checkpoint.dtype
+    return torch.float32 if device.type == "cpu" or checkpoint.dtype not in DTYPES.values() else checkpoint.dtype
 
 
 @contextmanager
@@ -225,12 +222,6 @@ def _family(config: Mapping[str, Any]) -> Family:
     if family.needs and all(own.get(name) is None for name in family.needs):
         raise ValueError(f"{' or '.join(family.needs)} is missing; it says what the layers are")
     return family
-
-
-def _foreign_tokens(config: Mapping[str, Any]) -> tuple[tuple[int, str], ...]:
-    """Return the ids of image and video placeholders, and the fields that name them."""
-    named = ((config.get(name), name) for name in _FOREIGN)
-    return tuple((token, name) for token, name in named if isinstance(token, int))
 
 
 def _config(path: Path, family: Family, written: Mapping[str, Any], overridden: bool) -> Any:

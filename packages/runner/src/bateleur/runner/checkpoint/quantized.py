@@ -88,12 +88,12 @@ Matrices = Mapping[str, Projection | GroupedProjection]
 
 
 def quantize_projections(
-    matrices: Matrices, names: Names, tensors: Mapping[str, TensorEntry], share: WeightShard | None
+    matrices: Matrices, names: Names, tensors: Mapping[str, TensorEntry], share: WeightShard
 ) -> Matrices:
     """Allocate codes and scales for the projections whose weights are quantised, and return these projections.
 
     Codes and scales have the layout of the file. Expert weights whose schemes differ stay plain, and so does a weight
-    that is converted when it is loaded (transposed, for example). share: this rank's part; None for all.
+    that is converted when it is loaded (transposed, for example).
     """
     parts: dict[str, list[tuple[WeightPart, TensorEntry]]] = {}
     for name, part in names.items():
@@ -107,7 +107,7 @@ def quantize_projections(
             continue
         if any(part.form is not StorageForm.PLAIN or part.transposed for part, _ in found):
             continue
-        cut = {} if share is None else share.cuts.get(target, {})
+        cut = share.cuts.get(target, {})
         if isinstance(projection, Projection):
             projection.quantize(_pieces(found, cut))
         elif (scheme := _common(found)) is not None:

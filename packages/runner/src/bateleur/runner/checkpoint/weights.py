@@ -83,19 +83,19 @@ def fill_weights(
     weights: Mapping[str, Tensor],
     names: Names,
     tensors: Mapping[str, TensorEntry],
-    share: WeightShard | None = None,
-    quantized: Matrices | None = None,
+    share: WeightShard,
+    quantized: Matrices,
 ) -> None:
-    """Copy all tensors to the weights, one at a time. share: this rank's part of the weights; None for all.
+    """Copy all tensors to the weights, one at a time. share: this rank's part of the weights.
 
     quantized: projections that keep codes and scales, by the names of their weights, which are not among `weights`.
     """
     for name in sorted(names, key=lambda name: tensors[name].file):
         part, entry = names[name], tensors[name]
-        cut = {} if share is None else share.cuts.get(part.target, {})
-        if quantized and part.target in quantized:
+        cut = share.cuts.get(part.target, {})
+        if part.target in quantized:
             fill_quantized(quantized[part.target], part, entry, cut)
-        elif share is not None and part.target in share.once:
+        elif part.target in share.once:
             weights[part.target].zero_()
         else:
             _fill(weights[part.target], part, entry, cut)

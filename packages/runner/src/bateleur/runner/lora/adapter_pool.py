@@ -27,7 +27,7 @@ class AdapterPool:
         each of its modules (q, k and v). max_num_tokens: number of tokens of the largest step, with padding.
         """
         self.num_slots, self.max_rank = num_slots, max_rank
-        self._cuts = {} if model.ranks.alone else model.share.cuts
+        self._cuts = model.share.cuts
         num_modules, like = Counter(part.target for part in names.values()), model.embedding
         self.weights: dict[str, LoraWeights] = {}
         """By name of the projection."""

@@ -14,7 +14,7 @@ from bateleur.runner.models.context import LayerStep
 from bateleur.runner.models.grouped import GroupedProjection, empty_grouped
 from bateleur.runner.models.matrix import Projection, empty_projection
 from bateleur.runner.models.mlp import Mlp, ResidualBranch, activate
-from bateleur.runner.models.router import combine, logistic, route, sort_places
+from bateleur.runner.models.router import add_shared, combine, route, sort_places
 from bateleur.runner.models.spec import ExpertsLayer
 
 ROUTED = ("up_proj", "down_proj")
@@ -28,14 +28,14 @@ class Experts(ResidualBranch):
         """exchange: sends tokens to ranks with other experts, or None. like: tensor with dtype and device."""
         self.spec, self._exchange = spec, exchange
         hidden, inner, count = like.shape[1], spec.intermediate_size, spec.num_experts
-        width = spec.latent_size or hidden
+        width, rows = spec.latent_size or hidden, 2 * inner if spec.gated else inner
         exact = like.new_empty(0, hidden, dtype=torch.float32)
         self.router_proj = empty_projection(count, hidden, exact, bias=spec.router.bias)
         self._correction_E = exact.new_empty(count) if spec.router.corrected else None
-        self.up_proj = empty_grouped(spec.num_own, 2 * inner if spec.gated else inner, width, like)
+        self.up_proj = empty_grouped(spec.num_own, rows, width, like)
         self.down_proj = empty_grouped(spec.num_own, width, inner, like)
         if spec.bias:
-            self.up_proj.bias = like.new_empty(spec.num_own, 2 * inner if spec.gated else inner)
+            self.up_proj.bias = like.new_empty(spec.num_own, rows)
             self.down_proj.bias = like.new_empty(spec.num_own, width)
         if spec.latent_size is not None:
             self.latent_in_proj = empty_projection(width, hidden, like, bias=spec.latent_bias)
@@ -63,10 +63,8 @@ class Experts(ResidualBranch):
         gate_T1 = self.shared_gate_proj(x_TM) if spec.shared_gate else None
         if spec.latent_size is None:
             return self._routed(x_TM, weights_TK, experts_TK, shared_TM, gate_T1)
-        y_TM = self.latent_out_proj(self._routed(self.latent_in_proj(x_TM), weights_TK, experts_TK))
-        if shared_TM is None:
-            return y_TM
-        return y_TM.add_(shared_TM if gate_T1 is None else shared_TM.mul_(logistic(gate_T1)))
+        y_TM = self.latent_out_proj(self._routed(self.latent_in_proj(x_TM), weights_TK, experts_TK, None, None))
+        return add_shared(y_TM, shared_TM, gate_T1)
 
     def warm_up(self, num_tokens: int) -> None:
         """Load the kernels for steps of up to `num_tokens` tokens, so that the first long prompt need not wait."""
@@ -74,18 +72,10 @@ class Experts(ResidualBranch):
             projection.warm_up(num_tokens * self.spec.top_k)
 
     def _routed(
-        self,
-        x_TL: Tensor,
-        weights_TK: Tensor,
-        experts_TK: Tensor,
-        shared_TL: Tensor | None = None,
-        gate_T1: Tensor | None = None,
+        self, x_TL: Tensor, weights_TK: Tensor, experts_TK: Tensor, shared_TL: Tensor | None, gate_T1: Tensor | None
     ) -> Tensor:
         if self._exchange is not None:
-            y_TL = self._of_all_ranks(self._exchange, x_TL, weights_TK, experts_TK)
-            if shared_TL is None:
-                return y_TL
-            return y_TL.add_(shared_TL if gate_T1 is None else shared_TL * logistic(gate_T1))
+            return add_shared(self._of_all_ranks(self._exchange, x_TL, weights_TK, experts_TK), shared_TL, gate_T1)
         token_S, sorted_index_S, expert_ends_E = sort_places(experts_TK, self.spec.num_experts)
         return combine(self._products(x_TL, token_S, expert_ends_E), sorted_index_S, weights_TK, shared_TL, gate_T1)
 

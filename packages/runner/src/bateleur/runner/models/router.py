@@ -113,7 +113,9 @@ def combine(y: Tensor, sorted_index: Tensor, weights: Tensor, shared: Tensor | N
     sum does not depend on other tokens. The kernel rounds once.
     """
     y_TKL = y.index_select(0, sorted_index).view(*weights.shape, y.shape[1])
-    out_TL = (y_TKL * weights.unsqueeze(-1)).sum(1).to(y.dtype)
-    if shared is None:
-        return out_TL
-    return out_TL.add_(shared if gate is None else shared * logistic(gate))
+    return add_shared((y_TKL * weights.unsqueeze(-1)).sum(1).to(y.dtype), shared, gate)
+
+
+def add_shared(y: Tensor, shared: Tensor | None, gate: Tensor | None) -> Tensor:
+    """Add the shared expert's output to y in place, times the sigmoid of its gate if it has one."""
+    return y if shared is None else y.add_(shared if gate is None else shared * logistic(gate))

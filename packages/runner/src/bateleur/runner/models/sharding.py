@@ -43,6 +43,7 @@ class WeightShard:
     """Weights that one rank adds and that are 0 on others: biases added after the sum."""
 
 
+WHOLE = WeightShard()
 _ONCE = ("o_bias", "out_bias", "down_bias", "latent_out_bias", "shared_down_bias")
 """Biases after the sum over ranks."""
 
@@ -52,6 +53,8 @@ def shard_model(spec: ModelSpec, ranks: Ranks) -> tuple[ModelSpec, WeightShard]:
 
     Raises ValueError, with the possible sizes, if a layer can't be divided.
     """
+    if ranks.alone:
+        return spec, WHOLE
     vocabulary: Cut = {0: (ranks.about(spec.vocab_size),)}
     cuts: Cuts = {"embedding": vocabulary, "lm_head": vocabulary}
     once: set[str] = set()
@@ -151,7 +154,7 @@ def _attention(layer: AttentionLayer, ranks: Ranks) -> tuple[SingleLayer, Cuts]:
     cuts = _cuts(0, qkv_proj=rows, qkv_bias=rows, sinks=(own_q,)) | _cuts(1, o_proj=queries)
     if layer.qk_norm_whole:
         cuts |= _cuts(0, q_norm=queries, k_norm=keys)
-    of_heads = (q, kv) if layer.qk_norm_whole and not ranks.alone else None
+    of_heads = (q, kv) if layer.qk_norm_whole else None
     scales = {name: getattr(layer, name)[slice(*own_kv)] for name in ("k_scales", "v_scales")}
     return replace(layer, num_heads=_size(own_q), num_kv_heads=_size(own_kv), of_heads=of_heads, **scales), cuts
 

@@ -6,14 +6,12 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from bateleur.runner.quantization.awq import AwqReader
 from bateleur.runner.quantization.compressed_tensors import CompressedTensorsReader
-from bateleur.runner.quantization.fp8 import Fp8Reader
-from bateleur.runner.quantization.gptq import AutoRoundReader, GptqReader
+from bateleur.runner.quantization.fp4 import Mxfp4Reader
+from bateleur.runner.quantization.fp8 import Fp8Reader, ModeloptReader
+from bateleur.runner.quantization.gptq import AutoRoundReader, AwqReader, GptqReader
 from bateleur.runner.quantization.matching import objects
-from bateleur.runner.quantization.modelopt import ModeloptReader
 from bateleur.runner.quantization.module import QuantizedReader
-from bateleur.runner.quantization.mxfp4 import Mxfp4Reader
 from bateleur.runner.utils.json_file import errors_in, read_json
 
 READERS: dict[str, Callable[[Mapping[str, Any]], QuantizedReader]] = {

@@ -30,7 +30,7 @@ from bateleur.runner.models import HybridDecoder
 from bateleur.runner.models.attention import kv_scales_of
 from bateleur.runner.models.matrix import Projection
 from bateleur.runner.models.memory_report import weight_sizes
-from bateleur.runner.models.sharding import shard_experts
+from bateleur.runner.models.sharding import WHOLE, shard_experts
 from bateleur.runner.models.spec import AttentionLayer, ExpertsLayer, ModelSpec, parts_of
 from bateleur.runner.spec_decode.mtp_head import DraftSync, MtpHead
 
@@ -92,10 +92,10 @@ class DraftHead:
     def _of_target(cls, checkpoint: Checkpoint, target: HybridDecoder, recorded: bool | None) -> DraftHead:
         """Load the MTP head in the target's files. On the device `meta` its weights are not loaded."""
         module = read_mtp(checkpoint)
-        spec, share, exchange = module.spec, None, target.exchange
+        spec, share, exchange = module.spec, WHOLE, target.exchange
         if exchange is not None and _ends_with_experts(spec):
             spec, share = shard_experts(spec, exchange.ranks)
-        head = MtpHead(spec, target, None if share is None else exchange)
+        head = MtpHead(spec, target, None if share is WHOLE else exchange)
         blank = HybridDecoder(target.spec, dtype=target.dtype, device="meta")
         whole = MtpHead(module.spec, blank).weights()
         check_weights(checkpoint.path, "an MTP head of this target", whole, module.names, module.tensors)

@@ -8,8 +8,15 @@ from functools import partial
 from itertools import accumulate, pairwise
 
 from bateleur.mamba import GatedDelta, KimiDelta
-from bateleur.runner.checkpoint.experts import at_least_1, read_experts, sigmoid_router, sparse_layers
-from bateleur.runner.checkpoint.families.base import Family, MtpNames, read_layers
+from bateleur.runner.checkpoint.families.base import (
+    Family,
+    MtpNames,
+    at_least_1,
+    read_experts,
+    read_layers,
+    sigmoid_router,
+    sparse_layers,
+)
 from bateleur.runner.checkpoint.fields import ConfigFields
 from bateleur.runner.checkpoint.names import (
     ExpertNames,

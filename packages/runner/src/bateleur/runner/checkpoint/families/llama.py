@@ -6,18 +6,20 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from bateleur.runner.checkpoint.experts import read_experts, sparse_layers
 from bateleur.runner.checkpoint.families.base import (
     INERT,
+    LOCAL_FIELDS,
     WINDOW_KINDS,
     Family,
     gated_mlp,
     granite_multipliers,
+    read_experts,
     read_windows,
+    sparse_layers,
 )
 from bateleur.runner.checkpoint.fields import ConfigFields
-from bateleur.runner.checkpoint.names import Names, WeightPart, norms_less_one, projection, weight_names
-from bateleur.runner.models.spec import AttentionLayer, MlpLayer, ModelSpec, ParallelLayer, RouterSpec
+from bateleur.runner.checkpoint.names import ExpertNames, Names, WeightPart, norms_less_one, projection, weight_names
+from bateleur.runner.models.spec import AttentionLayer, ExpertsLayer, MlpLayer, ModelSpec, ParallelLayer, RouterSpec
 from bateleur.runner.utils.arguments import refuse
 
 _READ = (
@@ -124,6 +126,33 @@ def _gemma3_names(spec: ModelSpec) -> Names:
     return norms_less_one(names)
 
 
+_GPT_OSS_EXPERTS = ExpertNames(router="router.weight", other_up=(), other_down=())
+_TRANSPOSED = ("up_proj", "down_proj")
+"""Expert weights are stored transposed in bfloat16, but not in MXFP4. Gate and up rows alternate in both."""
+
+
+def _gpt_oss(fields: ConfigFields) -> ModelSpec:
+    """Attention with sinks and a sliding window in every other layer, then experts with biases."""
+    for name, value in (("swiglu_alpha", 1.702), ("swiglu_limit", 7.0)):
+        if fields.raw(name) not in (None, value):
+            refuse(name, fields.raw(name), f"{value}: another activation is not supported")
+    attention = fields.attention(sinks=True)
+    experts = read_experts(fields, RouterSpec(bias=True), LOCAL_FIELDS, bias=True, activation="clamped_swiglu")
+    return fields.model(read_windows(fields, attention), experts)
+
+
+def _gpt_oss_names(spec: ModelSpec) -> Names:
+    named: Names = {}
+    for name, part in weight_names(spec, mixers={ExpertsLayer: _GPT_OSS_EXPERTS}).items():
+        own = part.target.rpartition(".")[2]
+        if own in ("up_proj", "up_bias"):
+            part = replace(part, axis=1, pieces=((0, 1), (1, 2)))
+        if own in _TRANSPOSED:
+            part = replace(part, transposed=True, instead={f"{name}_blocks": part})
+        named[name] = part
+    return named
+
+
 _GEMMA3 = Family(
     "gemma3_text",
     "Gemma3ForCausalLM",
@@ -139,6 +168,7 @@ _GEMMA3 = Family(
 FAMILIES = (
     _GEMMA3,
     replace(_GEMMA3, model_type="gemma3", architecture="Gemma3ForConditionalGeneration", inside="text_config"),
+    Family("gpt_oss", "GptOssForCausalLM", _gpt_oss, _gpt_oss_names, kinds=WINDOW_KINDS),
     Family("granite", "GraniteForCausalLM", _granite, weight_names),
     Family("llama", "LlamaForCausalLM", _llama, weight_names, plain=INERT.union(_READ.split())),
     Family("mistral", "MistralForCausalLM", _mistral, weight_names),

@@ -1,4 +1,4 @@
-"""Families with Mamba-2 layers: Bamba, Falcon-H1, GraniteMoeHybrid, Mamba-2 and NemotronH."""
+"""Families with Mamba-2 layers or short convolutions: Bamba, Falcon-H1, GraniteMoeHybrid, NemotronH, Mamba-2, LFM2."""
 
 from __future__ import annotations
 
@@ -7,17 +7,28 @@ from dataclasses import replace
 from functools import partial
 from typing import cast
 
-from bateleur.runner.checkpoint.experts import LOCAL_FIELDS, read_experts, sigmoid_router
+from bateleur.mamba import ShortConv
 from bateleur.runner.checkpoint.families.base import (
     INERT,
+    LOCAL_FIELDS,
     Family,
     MtpNames,
     gated_mlp,
     granite_multipliers,
+    read_experts,
     read_layers,
+    sigmoid_router,
 )
 from bateleur.runner.checkpoint.fields import ConfigFields
-from bateleur.runner.checkpoint.names import ExpertNames, Names, projection, weight_names
+from bateleur.runner.checkpoint.names import (
+    ExpertNames,
+    Mixers,
+    Names,
+    StorageForm,
+    WeightPart,
+    projection,
+    weight_names,
+)
 from bateleur.runner.models.spec import (
     Activation,
     AttentionLayer,
@@ -29,6 +40,7 @@ from bateleur.runner.models.spec import (
     ModelSpec,
     ParallelLayer,
     RouterSpec,
+    ShortConvLayer,
 )
 from bateleur.runner.utils.arguments import refuse
 from bateleur.runner.utils.device import DTYPES
@@ -127,18 +139,10 @@ def _granitemoehybrid(fields: ConfigFields) -> ModelSpec:
 # --- NemotronH: one branch per layer (Mamba-2, attention without rotary embedding, an ungated MLP or experts) ------
 
 _CALLED = ("mixer", "norm")
-_MAMBA_FIELDS = {
-    "activation": "mamba_hidden_act",
-    "num_heads": "mamba_num_heads",
-    "head_dim": "mamba_head_dim",
-    "state_size": "ssm_state_size",
-    "num_groups": "n_groups",
-    "conv_width": "conv_kernel",
-    "chunk_size": "chunk_size",
-    "conv_bias": "use_conv_bias",
-    "proj_bias": "use_bias",
-    "norm_eps": "layer_norm_epsilon",
-}
+_MAMBA_FIELDS = (
+    "mamba_hidden_act mamba_num_heads mamba_head_dim ssm_state_size n_groups conv_kernel chunk_size use_conv_bias "
+    "use_bias layer_norm_epsilon"
+)
 _EXPERTS = ExpertNames(
     branch="mixer",
     norm="norm",
@@ -203,12 +207,9 @@ def _mtp_layers(fields: ConfigFields, spec: ModelSpec) -> tuple[tuple[Layer, ...
 
 # --- Mamba-2: one mixer per layer, without attention, MLP or position limit ----------------------------------------
 
-_MAMBA2_FIELDS = _MAMBA_FIELDS | {
-    "activation": "hidden_act",
-    "num_heads": "num_heads",
-    "head_dim": "head_dim",
-    "state_size": "state_size",
-}
+_MAMBA2_FIELDS = (
+    "hidden_act num_heads head_dim state_size n_groups conv_kernel chunk_size use_conv_bias use_bias layer_norm_epsilon"
+)
 _LENGTHS = 2048, (1 << 31) - 1
 """Default and maximum request length in tokens. The configuration has no limit; the default is vLLM's."""
 
@@ -235,6 +236,88 @@ _backbone_names = partial(
     embedding="embeddings",
     final_norm="norm_f",
 )
+
+# --- LFM2: a gated short convolution or attention, then a gated MLP, or experts after some dense layers -----------
+
+_LFM2_CHUNK = 128
+"""Tokens between two windows that may be kept within a prompt; a convolution has no chunks."""
+_LFM2_EXPERTS = ExpertNames(
+    branch="feed_forward",
+    norm="ffn_norm",
+    correction="expert_bias",
+    other_up=("experts.{}.w1.weight", "experts.{}.w3.weight"),
+    other_down=("experts.{}.w2.weight",),
+)
+_LFM2_RENAMED = {
+    "self_attn.o_proj.": "self_attn.out_proj.",
+    "self_attn.q_norm.": "self_attn.q_layernorm.",
+    "self_attn.k_norm.": "self_attn.k_layernorm.",
+    "feed_forward.gate_proj.": "feed_forward.w1.",
+    "feed_forward.up_proj.": "feed_forward.w3.",
+    "feed_forward.down_proj.": "feed_forward.w2.",
+}
+
+
+def _lfm2_blocks(fields: ConfigFields) -> tuple[Layer, ...]:
+    """Return the convolution or attention of each layer."""
+
+    def conv() -> Layer:
+        state = ShortConv(fields["hidden_size"], conv_width=fields["conv_L_cache"])
+        return ShortConvLayer(state, _LFM2_CHUNK, fields["conv_bias"])
+
+    def attention() -> Layer:
+        return fields.attention(bias=False, qk_norm_eps=fields["norm_eps"])
+
+    return read_layers(fields, "layer_types", {"conv": conv, "full_attention": attention})
+
+
+def _lfm2_mlp_size(fields: ConfigFields) -> int:
+    """Return two thirds of `intermediate_size`, scaled and rounded up; all of it without `block_auto_adjust_ff_dim`."""
+    size = int(fields["intermediate_size"])
+    if not fields["block_auto_adjust_ff_dim"]:
+        return size
+    size, step = int(fields["block_ffn_dim_multiplier"] * int(2 * size / 3)), fields["block_multiple_of"]
+    return int(-(-size // step) * step)
+
+
+def _lfm2_dense(fields: ConfigFields) -> ModelSpec:
+    return fields.model(_lfm2_blocks(fields), MlpLayer(_lfm2_mlp_size(fields)), norm_eps="norm_eps")
+
+
+def _lfm2_moe(fields: ConfigFields) -> ModelSpec:
+    mlp = MlpLayer(fields["intermediate_size"])
+    router = RouterSpec(
+        scores="sigmoid",
+        normalised=fields["norm_topk_prob"],
+        sum_eps=1e-6,
+        scale=fields["routed_scaling_factor"],
+        corrected=fields["use_expert_bias"],
+    )
+    experts, blocks = read_experts(fields, router), _lfm2_blocks(fields)
+    branches = [mlp if i < fields["num_dense_layers"] else experts for i in range(len(blocks))]
+    return fields.model(blocks, branches, norm_eps="norm_eps")
+
+
+def _short_conv_names(layer: ShortConvLayer) -> Names:
+    names = {"conv.weight": WeightPart("conv", form=StorageForm.CONV)}
+    if layer.bias:
+        names["conv.bias"] = WeightPart("conv_bias")
+    return names | projection("in", {"in_proj": None}, layer.bias) | projection("out", {"out_proj": None}, layer.bias)
+
+
+def _lfm2_names(spec: ModelSpec) -> Names:
+    mixers: Mixers = {
+        AttentionLayer: ("self_attn", "operator_norm"),
+        ShortConvLayer: ("conv", "operator_norm", _short_conv_names),
+        ExpertsLayer: _LFM2_EXPERTS,
+    }
+    names = weight_names(spec, ("feed_forward", "ffn_norm"), mixers, final_norm="embedding_norm")
+    for ours, theirs in _LFM2_RENAMED.items():
+        names = {name.replace(ours, theirs): part for name, part in names.items()}
+    return names
+
+
+_lfm2 = partial(Family, names=_lfm2_names, kinds=("conv", "full_attention"), needs=("layer_types", "full_attn_idxs"))
 FAMILIES = (
     Family("bamba", "BambaForCausalLM", _bamba, _feed_forward_names),
     Family("falcon_h1", "FalconH1ForCausalLM", _falcon_h1, _feed_forward_names, fold=_fold),
@@ -249,6 +332,8 @@ FAMILIES = (
         ),
         needs=("layer_types", "layers_block_type"),
     ),
+    _lfm2("lfm2", "Lfm2ForCausalLM", _lfm2_dense),
+    _lfm2("lfm2_moe", "Lfm2MoeForCausalLM", _lfm2_moe),
     Family("mamba2", "Mamba2ForCausalLM", _mamba2, _backbone_names),
     Family(
         "nemotron_h",
@@ -263,7 +348,7 @@ FAMILIES = (
             fc="layers.0.eh_proj",
             final_norm="layers.{last}.final_layernorm",
         ),
-        plain=INERT.union(_READ.split(), _UNREAD.split(), _MAMBA_FIELDS.values()),
+        plain=INERT.union(_READ.split(), _UNREAD.split(), _MAMBA_FIELDS.split()),
         needs=("layers_block_type", "hybrid_override_pattern"),
     ),
 )
