@@ -1,7 +1,5 @@
 """Checks of configuration fields, common to all model families."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """Reads a Hugging Face configuration. Errors name the field, its value and the rule."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """FP8 KV cache in a checkpoint: whether the checkpoint asks for it, and its scales of keys and values."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import replace

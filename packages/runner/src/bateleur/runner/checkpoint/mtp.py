@@ -4,8 +4,6 @@ A head joins the embedding of a token and the target's final hidden state, and r
 target's. These layers have the target's tensor names with `mtp.` instead of the model's prefix.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 from bateleur.runner.checkpoint.families import FAMILIES

@@ -1,7 +1,5 @@
 """Opens a Hugging Face checkpoint folder and loads its model."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

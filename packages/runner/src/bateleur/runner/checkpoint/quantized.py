@@ -1,7 +1,5 @@
 """Quantised weights of a checkpoint: read like plain tensors, or copied to projections as codes and scales."""
 
-from __future__ import annotations
-
 import math
 import warnings
 from collections.abc import Mapping, Sequence

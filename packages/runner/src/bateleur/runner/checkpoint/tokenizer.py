@@ -1,7 +1,5 @@
 """Loads the tokenizer of a checkpoint folder."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Fills a decoder's weights from checkpoint tensors, after all mismatches are reported."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections import Counter

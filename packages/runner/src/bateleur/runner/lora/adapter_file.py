@@ -1,7 +1,5 @@
 """Reads a LoRA adapter: a folder that PEFT wrote, with `adapter_config.json` and `adapter_model.safetensors`."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """LoRA adapters on the device: low-rank matrices of every projection, with one adapter slot for each adapter."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping
 

@@ -1,7 +1,5 @@
 """Attention over the paged KV cache. Shapes: T tokens of all requests, M hidden size, H heads, D head size."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor

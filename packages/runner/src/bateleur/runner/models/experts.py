@@ -4,8 +4,6 @@ Shapes: T tokens of all requests, M hidden size, L width of the experts (M or a 
 token, S pairs of token and expert (T * K), F intermediate size. A tokens of all ranks that share experts.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

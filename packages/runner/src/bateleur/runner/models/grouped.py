@@ -1,7 +1,5 @@
 """Grouped products: rows are sorted by group. Shapes: S rows, K columns of the input, N of the output, E groups."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from functools import cache

@@ -3,8 +3,6 @@
 Shapes: T tokens, K columns, N rows, A adapter slots, R rank of a slot (summed over the modules of the projection).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from torch import Tensor

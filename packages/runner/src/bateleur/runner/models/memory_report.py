@@ -1,7 +1,5 @@
 """Computes the memory of packed weights, for a model that need not be loaded."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The base class of residual branches, and the feed-forward branch. Shapes: T tokens, M and F hidden and inner size."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor

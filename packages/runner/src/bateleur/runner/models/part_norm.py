@@ -1,7 +1,5 @@
 """RMS norms over vectors whose elements are divided among several ranks. The ranks exchange sums of squares."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Products with quantised matrices, in plain torch, and by Triton kernels on CUDA."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """Residual branches with a recurrence: Mamba-2, delta rules, short convolutions. Shapes: T tokens, M hidden size."""
 
-from __future__ import annotations
-
 import math
 
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Rotary position embedding: frequencies, and a table of cosines and sines."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -6,8 +6,6 @@ A softmax over the chosen logits (Granite) equals one over all logits divided by
 A sigmoid router (Nemotron-H, Kimi, LFM2) may have a correction and groups, which change the choice, not the weights.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

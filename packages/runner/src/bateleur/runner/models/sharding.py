@@ -6,8 +6,6 @@ with their key heads, channels of short convolutions, and the vocabulary. KV hea
 are fewer than ranks. Data-parallel ranks have the whole model except for experts, which they share (`shard_experts`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from itertools import accumulate

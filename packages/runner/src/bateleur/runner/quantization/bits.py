@@ -1,7 +1,5 @@
 """Packing and unpacking of 4-bit and 8-bit codes in 32-bit words."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

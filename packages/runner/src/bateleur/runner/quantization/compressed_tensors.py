@@ -1,7 +1,5 @@
 """Reader for `quant_method: compressed-tensors` (llm-compressor): float, integer, packed integer and NVFP4 weights."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from typing import Any

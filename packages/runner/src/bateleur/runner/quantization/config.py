@@ -1,7 +1,5 @@
 """Finds the configuration of a quantised checkpoint, and the reader for its method."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """4-bit floating-point codes (e2m1): NVFP4 modules of several formats, and the reader of MXFP4 (experts of gpt-oss)."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """Readers of e4m3: `quant_method: fp8` (DeepSeek, Qwen), and NVIDIA's `modelopt`, which also has NVFP4."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

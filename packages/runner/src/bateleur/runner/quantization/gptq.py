@@ -1,7 +1,5 @@
 """Readers of integer codes in `qweight`: GPTQ (GPTQModel, AutoGPTQ, optimum), auto-round, and AWQ of version gemm."""
 
-from __future__ import annotations
-
 import math
 import warnings
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Checks of `quantization_config` fields, and matching of module names by the rules of each tool."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase

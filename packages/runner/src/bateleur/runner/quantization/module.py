@@ -1,7 +1,5 @@
 """The tensors of one quantised module of a checkpoint, and the interface of the readers (one per format)."""
 
-from __future__ import annotations
-
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence

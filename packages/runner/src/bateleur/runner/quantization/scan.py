@@ -1,7 +1,5 @@
 """Groups the tensors of a file by the quantised module that they belong to."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 

@@ -1,7 +1,5 @@
 """Lists the tensors of a checkpoint from the headers of its safetensors files, single or sharded."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

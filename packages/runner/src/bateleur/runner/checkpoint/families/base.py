@@ -1,7 +1,5 @@
 """The declaration of a model family, and functions that read the layers of most families."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar

@@ -1,7 +1,5 @@
 """Families with delta rules: Qwen3.5, Qwen3-Next, OLMo-hybrid and Kimi Linear."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial

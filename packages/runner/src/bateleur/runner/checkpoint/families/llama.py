@@ -1,7 +1,5 @@
 """Llama and families like it: attention in every layer, then a gated MLP or experts."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """Families with Mamba-2 layers or short convolutions: Bamba, Falcon-H1, GraniteMoeHybrid, NemotronH, Mamba-2, LFM2."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from functools import partial

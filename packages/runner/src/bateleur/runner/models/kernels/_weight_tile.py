@@ -1,9 +1,5 @@
 """Dequantised tiles of quantised matrices, in registers. Legend: N rows, K columns, G groups with one scale each."""
 
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 from triton.language.target_info import cuda_capability_geq

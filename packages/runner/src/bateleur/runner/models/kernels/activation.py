@@ -1,9 +1,5 @@
 """Activations with and without gates, one launch each. Legend: F elements of a tile."""
 
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-
-from __future__ import annotations
-
 from functools import cache
 from typing import Any
 

@@ -4,10 +4,6 @@
 see there.
 """
 
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

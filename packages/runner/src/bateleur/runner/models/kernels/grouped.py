@@ -5,10 +5,6 @@ starts a new tile of rows. Programs without a tile end at once.
 Legend: S rows of a tile, N columns of the output, K columns of the input, E groups.
 """
 
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-
-from __future__ import annotations
-
 from typing import Any
 
 import torch

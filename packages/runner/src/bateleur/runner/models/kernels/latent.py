@@ -1,9 +1,5 @@
 """Joins keys and values of heads in MLA; a program computes some heads of a token. Legend: H heads, D head size."""
 
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-
-from __future__ import annotations
-
 from functools import cache
 from typing import Any
 

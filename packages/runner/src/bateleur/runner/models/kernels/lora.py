@@ -1,9 +1,5 @@
 """LoRA adapters in two launches per projection. Legend: K columns (input), R low rank, N rows (output)."""
 
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

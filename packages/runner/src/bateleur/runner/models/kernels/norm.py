@@ -1,9 +1,5 @@
 """RMS norms, fused with the sum before or after them. One program normalises one token, of M elements."""
 
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import cache
 from typing import Any

@@ -7,10 +7,6 @@ do not depend on other tokens; on a GPU, the check "bits" of `benchmarks.gpu ker
 Legend: T tokens of a tile, N rows of W, K columns, G groups of columns with one scale each, E groups of rows of x.
 """
 
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-
-from __future__ import annotations
-
 from typing import Any
 
 import torch

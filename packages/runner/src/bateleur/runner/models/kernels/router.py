@@ -3,10 +3,6 @@
 Legend: G groups, P experts of a group, K experts of a token, S pairs of token and expert, L width of the experts.
 """
 
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import cache
 from typing import Any

@@ -1,7 +1,5 @@
 """Products with packed matrices by C kernels. Shapes: T tokens, N rows, K columns, P panels of WIDTH rows."""
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Callable
 from functools import cache

@@ -1,7 +1,5 @@
 """C kernels for norms and activations (`norm.c`, `activation.c`), computed in float32 and rounded once."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
