@@ -176,9 +176,9 @@ def test_ids_of_blocks_may_be_loaded_in_any_way(
     at_once: bool,
 ) -> None:  # fmt: skip
     """Block ids are loaded for all pages at once, one by one, or per key; or an iteration is within a page."""
-    from bateleur.metadata.kernels import _attention_tile
+    from bateleur.metadata.kernels import attention
 
-    monkeypatch.setattr(_attention_tile, "_PAGES_AT_ONCE", tl.constexpr(at_once))
+    monkeypatch.setattr(attention, "_PAGES_AT_ONCE", tl.constexpr(at_once))
     for window in (0, 23):
         options: dict[str, Any] = {"head_dim": 64, "block_size": block_size, "window": window, **HALF}
         check(kernels, make_world(*BATCHES[name], device=device, **options))

@@ -94,7 +94,9 @@ def dispatch_jointly(steps: Sequence[RankStep], dispatcher: CudagraphDispatcher)
     if not batches:
         return JointDispatch(None, None, DispatchReason.IDLE)
     joint = _join(batches)
-    decision = dispatcher.dispatch(joint, _ready_on_all_ranks(steps, dispatcher))
+    limits = [step.ready for step in steps if step.ready is not None]
+    ready = frozenset(key for key in dispatcher.keys if all(key in each for each in limits)) if limits else None
+    decision = dispatcher.dispatch(joint, ready)
     if decision.descriptor is not None:
         return JointDispatch(joint, decision.descriptor, decision.reason)
     rank, reason = _rank_without_graph(steps, joint, decision.reason, dispatcher)
@@ -112,15 +114,6 @@ def _join(batches: Sequence[UnpaddedBatch]) -> UnpaddedBatch:
         decode_only=all(batch.decode_only for batch in batches),
         variant=variants.pop() if len(variants) == 1 else NO_COMMON_VARIANT,
     )
-
-
-def _ready_on_all_ranks(
-    steps: Sequence[RankStep], dispatcher: CudagraphDispatcher
-) -> Container[BatchExecutionDescriptor] | None:
-    limits = [step.ready for step in steps if step.ready is not None]
-    if not limits:
-        return None
-    return frozenset(key for key in dispatcher.keys if all(key in ready for ready in limits))
 
 
 def _rank_without_graph(

@@ -55,7 +55,7 @@ class CudaGraphManager(Generic[S, T]):
         levels = (
             (ReplayChecks.CHEAP, check_staged),
             (ReplayChecks.ADDRESSES, check_addresses),
-            (ReplayChecks.ADDRESSES, _check_externals),
+            (ReplayChecks.ADDRESSES, lambda captured, _: captured.graph.check_externals()),
             (ReplayChecks.PARANOID, check_tensors),
             (ReplayChecks.PARANOID, self._poison_outputs),
         )
@@ -296,7 +296,3 @@ class CudaGraphManager(Generic[S, T]):
     def _poison_outputs(self, captured: _CapturedKey[S, T], staged: StagedBatch[S]) -> None:
         for each in self._captured.values():
             each.graph.poison()
-
-
-def _check_externals(captured: _CapturedKey[S, T], staged: StagedBatch[S]) -> None:
-    captured.graph.check_externals()

@@ -4,7 +4,7 @@ import gc
 import warnings
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import torch
@@ -107,17 +107,19 @@ class CudaBackend(GraphBackend):
         During a capture, the driver refuses to free a Triton module or a graph, as a collection might, and to create
         the cuBLAS handle of a thread.
         """
-        with torch.cuda.device(self._device), _garbage_collection_off():
+        with ExitStack() as stack:
+            if gc.isenabled():
+                gc.disable()
+                stack.callback(gc.enable)
+            stack.enter_context(torch.cuda.device(self._device))
             torch.cuda.current_blas_handle()
             current = torch.cuda.current_stream(self._device)
             self._stream.wait_stream(current)
+            stack.callback(current.wait_stream, self._stream)
             self._in_session = True
-            try:
-                with torch.cuda.stream(self._stream):
-                    yield
-            finally:
-                self._in_session = False
-                current.wait_stream(self._stream)
+            stack.callback(setattr, self, "_in_session", False)
+            stack.enter_context(torch.cuda.stream(self._stream))
+            yield
 
     def capture(self, body: Body[S, T], key: BatchExecutionDescriptor, state: S) -> CapturedBody[S, T]:
         """Capture one call of `body`. Call it within `session()`, else it raises `CaptureError`."""
@@ -184,14 +186,3 @@ class CudaCaptureTracker(CaptureTracker):
                 self._pool.abandon(graph)
                 raise
         return graph
-
-
-@contextmanager
-def _garbage_collection_off() -> Iterator[None]:
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()

@@ -12,6 +12,7 @@ from weakref import WeakSet, finalize
 import torch
 from torch import Tensor, UntypedStorage
 from torch._ops import OpOverload
+from torch.utils._pytree import tree_map
 
 from bateleur.cudagraph._capture_tracker import CaptureTracker, HostReadGuard, PoolViews, changes_views, results, writes
 from bateleur.cudagraph._host_sync import flatten
@@ -141,23 +142,17 @@ class RecordedPiece:
         alive = self._memory.check()  # keeps external memory alive until the end
         with torch.inference_mode():
             for func, args, kwargs, targets in self._calls:
-                result = func(*args, **kwargs)
-                if targets:
-                    _copy_results(func, result, targets)
+                values = results(func(*args, **kwargs))
+                for index, target in targets:
+                    if values[index].shape != target.shape:
+                        found = f"{tuple(values[index].shape)} in a replay, and {tuple(target.shape)} in the capture"
+                        raise GraphError(f"{func} gave {found}")
+                    target.copy_(values[index])
         del alive
 
     def reset(self) -> None:
         """Drop the operators and their arguments."""
         self._calls = []
-
-
-def _copy_results(func: OpOverload, result: Any, targets: tuple[tuple[int, Tensor], ...]) -> None:
-    values = results(result)
-    for index, target in targets:
-        value = values[index]
-        if value.shape != target.shape:
-            raise GraphError(f"{func} gave {tuple(value.shape)} in a replay, and {tuple(target.shape)} in the capture")
-        target.copy_(value)
 
 
 class OperatorRecorder(CaptureTracker):
@@ -221,21 +216,21 @@ class OperatorRecorder(CaptureTracker):
         for tensor in given:
             self._track_resized(tensor)
         self._track_writes(func, args, kwargs)
-        self._save_generators(kwargs)
+        for value in kwargs.values():
+            if isinstance(value, torch.Generator) and value not in self._restore_random:
+                self._restore_random[value] = partial(value.set_state, value.get_state())
         result = func(*args, **kwargs)
         if changes_views(func):
             return result
         for tensor in given:
             self._track_resized(tensor)
-        result = self._move_to_pool(result, {})
+        result = tree_map(partial(self._move_to_pool, {}), result)
         values = results(result)
         targets = tuple([(i, self._shared_view(values[i])) for i in self._own_new(values)])
         is_view = not targets and not writes(func) and any(self._on_device(value) for value in values)
         only_allocates = func._schema.name.startswith(("aten::empty", "aten::new_empty"))
         if not is_view and not only_allocates:
-            recorded = tuple([self._shared_view(value) for value in args])
-            recorded_kwargs = {name: self._shared_view(kwargs[name]) for name in kwargs}
-            self._calls.append((func, recorded, recorded_kwargs, targets))
+            self._calls.append((func, *tree_map(self._shared_view, (args, kwargs)), targets))
         return result
 
     def _track_resized(self, tensor: Tensor) -> None:
@@ -247,10 +242,8 @@ class OperatorRecorder(CaptureTracker):
             tensor.set_(moved, tensor.storage_offset(), tensor.shape, tensor.stride())
             self.memory.add(tensor, owned=True)
 
-    def _move_to_pool(self, value: Any, moved: dict[UntypedStorage, UntypedStorage]) -> Any:
-        """Return the result `value` of an operator with new storages replaced by copies in the pool, as in `moved`."""
-        if isinstance(value, list | tuple):
-            return type(value)([self._move_to_pool(item, moved) for item in value])
+    def _move_to_pool(self, moved: dict[UntypedStorage, UntypedStorage], value: Any) -> Any:
+        """Return for a tensor in new storage one in the pool, which has the copies `moved`, else `value`."""
         if not self._on_device(value) or self.memory.find(value) is not None:
             return value
         storage = value.untyped_storage()
@@ -259,19 +252,15 @@ class OperatorRecorder(CaptureTracker):
         return self._view(moved[storage], value, value.storage_offset())
 
     def _shared_view(self, value: Any) -> Any:
-        """Return `value` with each tensor replaced by a view of the same memory that does not keep it allocated."""
-        if isinstance(value, Tensor):
-            if not self._on_device(value):
-                return value
-            tracked = self._track(value)
-            layout = (tracked, value.storage_offset(), value.shape, value.stride(), value.dtype)
-            if layout not in self._shared_views:
-                storage = self._shared_storage(tracked)
-                self._shared_views[layout] = self._view(storage, value, value.storage_offset())
-            return self._shared_views[layout]
-        if isinstance(value, list | tuple):
-            return [self._shared_view(item) for item in value]
-        return value
+        """Return for a tensor a view of the same memory that does not keep it allocated, else `value`."""
+        if not self._on_device(value):
+            return value
+        tracked = self._track(value)
+        layout = (tracked, value.storage_offset(), value.shape, value.stride(), value.dtype)
+        if layout not in self._shared_views:
+            storage = self._shared_storage(tracked)
+            self._shared_views[layout] = self._view(storage, value, value.storage_offset())
+        return self._shared_views[layout]
 
     def _shared_storage(self, tracked: TrackedStorage) -> UntypedStorage:
         if tracked not in self._shared_storages:
@@ -286,8 +275,3 @@ class OperatorRecorder(CaptureTracker):
 
     def _storage_at(self, address: int, nbytes: int) -> UntypedStorage:
         return self._pool.storage_at(address, nbytes)
-
-    def _save_generators(self, kwargs: dict[str, Any]) -> None:
-        for value in kwargs.values():
-            if isinstance(value, torch.Generator) and value not in self._restore_random:
-                self._restore_random[value] = partial(value.set_state, value.get_state())

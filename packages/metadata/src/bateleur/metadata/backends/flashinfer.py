@@ -47,10 +47,10 @@ _TENSOR_CORE_GROUP = 4  # query heads per key head; from here on decoding uses t
 class GraphShape(NamedTuple):
     """Batches that may replay one graph: equal numbers of requests (padding included) and of tokens per request.
 
-    ``owner``: number of the metadata builder, see :meth:`PlanCache.new_owner`. ``group``: KV-cache group.
+    ``owner``: identity of the metadata builder. ``group``: KV-cache group.
     """
 
-    owner: int
+    owner: object
     group: int
     rows: int
     query_len: int
@@ -92,28 +92,21 @@ class PlanConfig(NamedTuple):
 
 
 class PlanCache:
-    """All FlashInfer wrappers of a backend, with their plans. The wrappers of one device share a workspace."""
+    """All FlashInfer wrappers of a backend, with their plans. The wrappers of one device share a workspace.
+
+    ``shapes``: those that graphs were warmed up or captured for.
+    """
 
     def __init__(self) -> None:
-        self._num_owners = 0
+        self.shapes: set[GraphShape] = set()
         self._wrappers: dict[PlanConfig, PlannedWrapper] = {}
-        self._shapes: dict[GraphShape, list[PlannedWrapper]] = {}
         self._workspaces: dict[torch.device, Tensor] = {}
 
-    def new_owner(self) -> int:
-        """Return a number that tells the graphs of a new builder from those of others."""
-        self._num_owners += 1
-        return self._num_owners
-
-    def has_shape(self, shape: GraphShape) -> bool:
-        """Return whether a graph was warmed up or captured for this shape."""
-        return shape in self._shapes
-
-    def plan_for_graphs(self, meta: FlashInferMetadata) -> None:
-        """Plan all graph wrappers of the shape of `meta` for this batch. A shape that was not warmed up has none."""
-        assert meta.shape is not None
-        for wrapper in self._shapes.setdefault(meta.shape, []):
-            wrapper.plan_for(meta, 0, meta.shape.rows)
+    def plan_for_graphs(self, meta: FlashInferMetadata, shape: GraphShape) -> None:
+        """Plan all wrappers for graphs of a shape. There are none before its warm-up."""
+        for config, wrapper in self._wrappers.items():
+            if config.shape == shape:
+                wrapper.plan_for(meta, 0, shape.rows)
 
     def wrapper(self, config: PlanConfig, meta: FlashInferMetadata) -> PlannedWrapper | None:
         """Return the wrapper of ``config``; None if it is for graphs and ``meta`` comes before their capture."""
@@ -123,19 +116,16 @@ class PlanCache:
             if config.device not in self._workspaces:  # shared by kernels of one stream: its contents are temporary
                 memory = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=config.device)
                 self._workspaces[config.device] = memory
-            made = PlannedWrapper(config, self._workspaces[config.device], meta.block_table.shape[1])
-            self._wrappers[config] = made
-            if config.shape is not None:
-                self._shapes[config.shape].append(made)
+            max_blocks = meta.block_table.shape[1]
+            self._wrappers[config] = PlannedWrapper(config, self._workspaces[config.device], max_blocks)
         return self._wrappers[config]
 
-    def addresses(self, owner: int) -> dict[str, int]:
+    def addresses(self, owner: object) -> dict[str, int]:
         """Return the addresses of the plan buffers that the graphs of the builder ``owner`` read, by name."""
         return {
             f"{shape.rows} rows of {shape.query_len}, plan {number}, {name}": tensor.data_ptr()
-            for shape, wrappers in self._shapes.items()
-            if shape.owner == owner
-            for number, wrapper in enumerate(wrappers)
+            for number, (config, wrapper) in enumerate(self._wrappers.items())
+            if (shape := config.shape) is not None and shape.owner is owner
             for name, tensor in wrapper.buffers.items()
         }
 
@@ -228,7 +218,7 @@ class FlashInferBuilder(PagedAttentionBuilder):
 
     def __init__(self, plans: PlanCache) -> None:
         super().__init__(GraphSupport.UNIFORM)
-        self._plans, self._owner = plans, plans.new_owner()
+        self._plans, self._owner = plans, object()
 
     def build(
         self, common: CommonAttentionMetadata, group: int, phase: BuildPhase = BuildPhase.RUN
@@ -244,9 +234,13 @@ class FlashInferBuilder(PagedAttentionBuilder):
         except InexactBound as error:
             raise InexactBound(f"FlashInfer plans on the host, from exact lengths; {error}") from None
         starts: I32Array = common.query_start_loc_cpu.numpy()[: rows + 1]
-        for_capture, shape = phase is not BuildPhase.RUN, self._shape(common, group)
-        if shape is not None and not for_capture and not self._plans.has_shape(shape):
-            shape = None
+        for_capture, longest, shape = phase is not BuildPhase.RUN, common.max_query_len, None
+        if common.num_tokens == common.num_reqs * longest and common.num_actual_tokens == rows * longest:
+            shape = GraphShape(self._owner, group, common.num_reqs, longest)
+            if for_capture:
+                self._plans.shapes.add(shape)
+            if shape not in self._plans.shapes:
+                shape = None
         shared = {name: getattr(paged, name) for name in PagedAttentionMetadata.__slots__}
         if shape is not None:
             shared["num_decodes"] = shape.rows if shape.query_len == 1 else 0
@@ -259,7 +253,7 @@ class FlashInferBuilder(PagedAttentionBuilder):
             for_capture=for_capture,
         )
         if shape is not None:
-            self._plans.plan_for_graphs(meta)
+            self._plans.plan_for_graphs(meta, shape)
         return meta
 
     def signature(self, meta: PagedAttentionMetadata) -> Signature:
@@ -278,12 +272,6 @@ class FlashInferBuilder(PagedAttentionBuilder):
     def addresses(self) -> Mapping[str, int]:
         """Return the plan buffers that graphs read."""
         return self._plans.addresses(self._owner)
-
-    def _shape(self, common: CommonAttentionMetadata, group: int) -> GraphShape | None:
-        longest = common.max_query_len
-        full = common.num_tokens == common.num_reqs * longest
-        equal = common.num_actual_tokens == common.num_actual_reqs * longest
-        return GraphShape(self._owner, group, common.num_reqs, longest) if full and equal else None
 
 
 class FlashInferBackend(AttentionBackend):

@@ -75,12 +75,12 @@ class NoSync(TorchDispatchMode):
         return False
 
     def __enter__(self) -> Any:
-        self._host_reads.__enter__()
-        return super().__enter__()
+        self._host_reads.__enter__()  # type: ignore[no-untyped-call]
+        return super().__enter__()  # type: ignore[no-untyped-call]
 
     def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
-        self._host_reads.__exit__(*error)
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        self._host_reads.__exit__(*error)  # type: ignore[no-untyped-call]
 
     def reaches(self, values: Any) -> bool:
         return any(each.untyped_storage().data_ptr() in self._storages for each in _tensors(values))

@@ -150,7 +150,8 @@ class _Case:
         instead of those written.
         """
         q, k, v, k_cache, v_cache = self.inputs(batch, garbage)
-        rotary, norm = _rotary(batch, self.dim, self.dtype), _norm(self.dim, self.device)
+        rotary, lanes = _rotary(batch, self.dim, self.dtype), torch.arange(self.dim, device=self.device) / self.dim
+        norm = 1.5 - lanes, 0.5 + lanes, 1e-6  # weights of queries and keys, and epsilon
         fused: dict[str, Any] = {}
         if backend.fuses_norm:
             fused["norm"] = norm
@@ -220,12 +221,6 @@ def _rotary(batch: CommonAttentionMetadata, dim: int, dtype: torch.dtype) -> tup
     sign = torch.ones(width, device=angle.device)
     sign[: width // 2] = -1
     return angle.cos()[:, None].to(dtype), (angle.sin() * sign)[:, None].to(dtype)
-
-
-def _norm(dim: int, device: torch.device) -> tuple[Tensor, Tensor, float]:
-    """Return norm weights of queries and keys for one head, and epsilon."""
-    lanes = torch.arange(dim, device=device) / dim
-    return 1.5 - lanes, 0.5 + lanes, 1e-6
 
 
 def _close(mine: Tensor, reference: Tensor, tolerance: float) -> bool:

@@ -6,7 +6,6 @@ from torch import Tensor
 from bateleur.metadata.backends._launch_config import ENTRY_SIZE, work_shape
 from bateleur.metadata.backends._torch_ops import check_sizes, norm_spans_all_heads
 from bateleur.metadata.kernels import attention, write_kv
-from bateleur.metadata.kernels._attention_tile import LOG2_E
 from bateleur.metadata.kernels.work_list import attention_work
 
 
@@ -71,7 +70,7 @@ def paged_attention(
     sinks = q if sinks is None else sinks  # a placeholder that the kernels do not read
     for launch in shape.launches:
         attention.attention_kernel[(launch.num_items, shape.num_kv_heads)](
-            q, k_cache, v_cache, block_table, work, sinks, out, part, lse, scale * LOG2_E,
+            q, k_cache, v_cache, block_table, work, sinks, out, part, lse, scale * attention.LOG2_E,
             launch.first_item, launch.first_line, num_tokens,
             q.stride(0), *k_cache.stride()[:3], block_table.stride(0),
             q if kv_scales is None else kv_scales, SCALED=kv_scales is not None,
