@@ -24,7 +24,6 @@ class CapturedState(Generic[S]):
     Attributes:
         addresses: `Producer.addresses()` at capture.
         externals: memory that the graph uses and does not own. Empty if the backend cannot find it.
-        staged: the batch that was captured. Use `current_state` to read its contents.
         poison: whether `restage` first fills the buffers with invalid values.
     """
 
@@ -86,10 +85,7 @@ class CapturedStateProducer(Producer[S]):
 
     Graphs captured with it read the buffers of the other manager's producer. So one staging per step serves both
     managers, and its `StagedBatch` can be replayed by both. A drafter uses it to read the target model's metadata.
-
-    Args:
-        states: captured states of the other manager, of one producer.
-        keys: the keys that will be used. None: all keys captured so far.
+    ``keys``: the keys that will be used, of one producer. None: all keys captured so far.
     """
 
     def __init__(self, states: CapturedStates[S], keys: Iterable[BatchExecutionDescriptor] | None = None) -> None:

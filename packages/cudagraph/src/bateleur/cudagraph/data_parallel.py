@@ -192,10 +192,8 @@ class TorchDistCoordinator:
     The host waits for the result, because the padding of the step depends on it. With a GPU group, it also waits for
     earlier work on the current stream. All ranks must create the coordinator together: it compares their dispatchers.
 
-    Args:
-        group: the process group. None: the default group.
-        dispatcher: the graphs. If they differ between ranks, all ranks raise ValueError.
-        device: device of the int64 buffers, which are allocated once.
+    group: None for the default group. dispatcher: if it differs between ranks, all ranks raise ValueError. device: of
+    the int64 buffers, which are allocated once.
     """
 
     def __init__(

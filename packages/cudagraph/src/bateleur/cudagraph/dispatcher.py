@@ -16,10 +16,8 @@ from bateleur.cudagraph.modes import CudaGraphMode
 
 
 class DispatchReason(StrEnum):
-    """Why a batch runs on a graph or eagerly.
-
-    DECODE, MIXED and PIECEWISE name the kind of graph. The others, except IDLE, name the constraint of the graph that
-    the batch violates, in the order in which they are checked. IDLE means that no data-parallel rank has a batch.
+    """The kind of graph that a batch runs on, or why it runs eagerly: the constraint of the graph that it violates, in
+    the order in which they are checked.
     """
 
     DECODE = "decode graph"
@@ -46,12 +44,9 @@ NUM_CONSTRAINTS_MET = {
 
 @dataclass(frozen=True, slots=True)
 class DispatchDecision:
-    """The graph that one batch runs on, or the reason why it runs eagerly.
+    """The graph that one batch runs on and the padding to add before staging, or why it runs eagerly.
 
-    Attributes:
-        descriptor: key of the graph. None if the batch runs eagerly.
-        reason: the kind of graph. For an eager batch, the constraint of the nearest graph that it violates.
-        pad_tokens, pad_reqs: padding to add before staging. 0 for an eager batch.
+    ``reason``: the kind of graph. For an eager batch, the constraint of the nearest graph that it violates.
     """
 
     descriptor: BatchExecutionDescriptor | None
@@ -92,10 +87,7 @@ class DispatchCounter:
 
 @dataclass(frozen=True, slots=True)
 class SizeRange:
-    """Consecutive batch sizes that run on the same graph, or eagerly for the same reason.
-
-    ``first``, ``last``: smallest and largest number of requests. ``descriptor``, ``reason``: see `DispatchDecision`.
-    """
+    """Consecutive batch sizes (numbers of requests) that run on the same graph, or eagerly for the same reason."""
 
     first: int
     last: int
@@ -110,11 +102,9 @@ class SizeRange:
 
 @dataclass(frozen=True, slots=True)
 class Coverage:
-    """The graphs that batches of 1, 2, ... requests with `query_len` tokens each run on.
+    """The graphs that batches of 1, 2, ... requests with `query_len` tokens each run on, by range of sizes.
 
-    Attributes:
-        ranges: batch sizes in increasing order, without gaps.
-        mean_padding, worst_padding: padding tokens / tokens, in [0, 1), over batch sizes that run on a graph.
+    ``mean_padding``, ``worst_padding``: padding tokens / tokens, in [0, 1), over batch sizes that run on a graph.
     """
 
     query_len: int
@@ -169,12 +159,8 @@ class _KeyGroup:
 class CudagraphDispatcher:
     """The keys of the graphs to capture for one model, and the choice of a graph for each batch. Make it with `make`.
 
-    It is immutable and has no tensors. It corresponds to vLLM's class of this name.
-
-    Attributes:
-        keys: all graphs to capture, in capture order. FULL keys come before PIECEWISE keys, because decode graphs
-            save most if memory or time runs out. Within a mode, large keys come first, so that small keys reuse their
-            memory.
+    It corresponds to vLLM's class of this name. ``keys`` are in capture order: FULL before PIECEWISE, because decode
+    graphs save most if memory or time runs out; within a mode, large keys first, so that small keys reuse their memory.
     """
 
     mode: CudaGraphMode

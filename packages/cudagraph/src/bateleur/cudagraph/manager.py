@@ -112,9 +112,7 @@ class CudaGraphManager(Generic[S, T]):
 
         Returns a live view of all captured keys.
 
-        Raises:
-            CaptureError: a key failed. Keys that were captured before stay captured.
-            ValueError: a key is not in the dispatcher, or is captured already.
+        Raises `CaptureError` if a key failed; keys that were captured before stay captured.
         """
         ordered = self._in_capture_order(keys)
         self.producer, self._body = producer, body
@@ -141,8 +139,7 @@ class CudaGraphManager(Generic[S, T]):
         Raises:
             KeyMismatch, StaleState, SignatureMismatch: `staged` does not fit the graph. Nothing ran.
             AddressMoved, DanglingExternal: memory of the graph moved or was freed. Nothing ran. Release the key.
-            ReplayFailed: the graph raised, and the key was released. Run the step eagerly. Outputs of earlier replays
-                may be partly overwritten.
+            ReplayFailed: the graph raised, and the key was released. Run the step eagerly.
         """
         captured = self._captured[key]
         for check in self._checks:

@@ -32,7 +32,6 @@ class StagedBatch(Generic[S]):
     Attributes:
         key: the graph that the batch was padded for. None if the step runs eagerly.
         state: the argument that the captured function reads. Its tensors are views of the producer's buffers.
-        generation: `Producer.generation` after this staging.
         signature: the host scalars of the state. None if the function reads none.
     """
 
@@ -65,9 +64,8 @@ class Fuzzable(Protocol[S]):
     """A `Producer` that can also stage random batches. `CudaGraphManager.verify` needs it."""
 
     def fuzz(self, key: BatchExecutionDescriptor, seed: int) -> StagedBatch[S]:
-        """Stage a random valid batch of the full sizes of `key`.
-
-        The same `seed` gives the same contents, also in caches that the captured function writes.
+        """Stage a random valid batch of the full sizes of `key`. A `seed` gives the same contents each time, also in
+        caches that the captured function writes.
         """
 
 

@@ -10,9 +10,8 @@ from bateleur.metadata.seq_len_bound import BoolArray, I32Array, IntArray
 class BlockTable:
     """Block ids of all requests of one KV-cache group, one row each, and the log of writes that are not staged yet.
 
-    An engine has one per group and passes it to :class:`InputBuffers`. A step names rows of the table, and staging
-    copies only ids written since the row was last staged. Each table belongs to one :class:`InputBuffers`. Read ``ids``
-    directly, but write through the methods. Columns after a row's last block must be null.
+    A step names rows of the table, and :class:`InputBuffers` (one per table) copies only ids written since the row was
+    last staged. Read ``ids`` directly, but write through the methods. Columns after a row's last block must be null.
 
     Attributes:
         ids: (M, max_blocks) int32.

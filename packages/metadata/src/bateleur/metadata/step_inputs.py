@@ -28,10 +28,8 @@ class KVCacheGroup:
     """One KV-cache group: layers that share a block table.
 
     Attributes:
-        block_size: tokens per block.
-        max_blocks: width of the block table.
-        has_slots: tokens are stored in slots of blocks. Without slots (recurrent states) the block table is copied
-            unchanged and all slots are -1.
+        block_size, max_blocks: tokens per block, and width of the block table.
+        has_slots: tokens have slots in blocks. Else (recurrent states) the table is copied unchanged, all slots are -1.
         lookahead_tokens: tokens after this step whose blocks stay in the table, for draft steps. Later columns become
             the null block.
     """

@@ -34,10 +34,7 @@ def validate(
     """Check every field of a real or dummy batch.
 
     Level ``host`` reads host memory only: sizes, dtypes, contents of host fields. Level ``device`` also copies device
-    fields to the host, which waits for the device.
-
-    Raises:
-        BatchInvariant: names the field and the rule.
+    fields to the host, which waits for the device. Raises :class:`BatchInvariant`.
     """
     for actual, padded, most in (
         ("num_actual_reqs", "num_reqs", limits.max_num_reqs),

@@ -32,18 +32,13 @@ class CapturedBody(Generic[S, T]):
     """
 
     def __init__(
-        self,
-        key: BatchExecutionDescriptor,
-        run: Callable[[S], T],
-        graphs: Sequence[Graph] = (),
+        self, key: BatchExecutionDescriptor, run: Callable[[S], T], graphs: Sequence[Graph] = (),
         memory: TrackedMemory | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.num_graphs = len(graphs)
         self.nbytes = 0
-        self._key = key
+        self._key, self._graphs, self._memory = key, graphs, memory or TrackedMemory()
         self._run: Callable[[S], T] | None = run
-        self._graphs = graphs
-        self._memory = memory or TrackedMemory()
         self._poisoned = False
 
     @property
@@ -73,10 +68,7 @@ class CapturedBody(Generic[S, T]):
             self._poisoned = True
 
     def release(self) -> None:
-        """Free the graphs. Outputs of earlier replays become empty tensors, and `replay` raises.
-
-        If a graph of another backend object reads such an output, its next check finds that the memory was freed.
-        """
+        """Free the graphs. Outputs of earlier replays become empty tensors, and `replay` raises."""
         for graph in self._graphs:
             graph.reset()
         self._memory.empty_views()
@@ -86,9 +78,8 @@ class CapturedBody(Generic[S, T]):
 class GraphBackend(Protocol):
     """Captures functions ("bodies") as graphs. All captures of one backend object share a memory pool."""
 
-    @property
-    def name(self) -> str:
-        """Name of the backend: `cuda`, `recorded` or `eager`."""
+    name: str
+    """`cuda`, `recorded` or `eager`."""
 
     def session(self) -> AbstractContextManager[None]:
         """Return the context for warm-ups and captures, such as a side CUDA stream. Its exit restores the stream."""

@@ -45,9 +45,8 @@ _TENSOR_CORE_GROUP = 4  # query heads per key head; from here on decoding uses t
 
 
 class GraphShape(NamedTuple):
-    """Batches that may replay one graph: equal numbers of requests (padding included) and of tokens per request.
-
-    ``owner``: identity of the metadata builder. ``group``: KV-cache group.
+    """Batches of a KV-cache group and metadata builder (``owner``) that may replay one graph: equal numbers of requests
+    (padding included) and of tokens per request.
     """
 
     owner: object
@@ -74,10 +73,8 @@ class FlashInferMetadata(PagedAttentionMetadata):
 
 
 class PlanConfig(NamedTuple):
-    """Properties that attention layers must have in common to share one plan per batch.
-
-    ``sizes``: query heads, key heads, head dimension and block size, in FlashInfer's order. ``shape``: None for the
-    wrapper of eager batches.
+    """Properties that attention layers must have in common to share one plan per batch. ``sizes``: query heads, key
+    heads, head dimension and block size. ``shape``: None for the wrapper of eager batches.
     """
 
     decode: bool
@@ -92,13 +89,10 @@ class PlanConfig(NamedTuple):
 
 
 class PlanCache:
-    """All FlashInfer wrappers of a backend, with their plans. The wrappers of one device share a workspace.
-
-    ``shapes``: those that graphs were warmed up or captured for.
-    """
+    """All FlashInfer wrappers of a backend, with their plans. The wrappers of one device share a workspace."""
 
     def __init__(self) -> None:
-        self.shapes: set[GraphShape] = set()
+        self.shapes: set[GraphShape] = set()  # of graphs that were warmed up or captured
         self._wrappers: dict[PlanConfig, PlannedWrapper] = {}
         self._workspaces: dict[torch.device, Tensor] = {}
 

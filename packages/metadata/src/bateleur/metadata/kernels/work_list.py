@@ -1,10 +1,9 @@
 """Kernel that computes the work list of paged attention: one entry for each (row, query tile, KV split); a row is a
 request.
 
-One list serves all key heads and all layers with equal heads and windows. The device computes the list once in each
-forward pass. Its size depends on the numbers of rows and tokens and on `max_query_len`. A CUDA graph can therefore
-record the launch that computes the list and the launches that read it. Each program of the kernel reads one entry.
-Programs of padding entries end at once.
+One list serves all key heads and all layers with equal heads and windows. The device computes it once in each forward
+pass. Its size depends on host numbers only, so that a CUDA graph can record the launch that computes the list and the
+launches that read it. Each program of the kernel reads one entry. Programs of padding entries end at once.
 
 All splits of a launch have the same number of keys, so that about ``splits`` of them hold all keys of the launch. A
 long row among short rows gets programs in proportion to its keys. Split sizes are ``min_keys`` times a power of two, so
@@ -38,8 +37,7 @@ _BLOCK = 256  # rows, and items, of a loop iteration
 
 @triton.jit
 def _rows(row_J, there_J, lengths, kind):
-    """Return first token, tokens, keys, first visible key and tiles of each row. Rows that belong to the other launch
-    get no tiles.
+    """Return first token, tokens, keys, first visible key and tiles of each row; no tiles for the other launch's rows.
 
     there_J: whether the row exists. lengths: pointers to ``seq_lens`` and ``query_start_loc``. kind: (least, most,
     group, window, M, N) of the launch, fields of ``Launch`` and ``WorkShape``.

@@ -14,12 +14,9 @@ _MIN_BYTES = 2 << 20  # smaller tensors come from torch's allocator
 def lazy_zeros(shape: Sequence[int], *, dtype: torch.dtype, device: torch.device | str) -> Tensor:
     """Return zeros like ``torch.zeros``, but write nothing to the memory of large CPU tensors.
 
-    ``torch.zeros`` writes the whole tensor. A KV cache would then occupy its full size before the first request. Large
-    CPU tensors are mapped and start at a page boundary. The system is asked for huge pages, because attention reads
-    blocks at scattered addresses.
-
-    Raises:
-        MemoryError: the system has no room for the tensor; the message has its size in bytes.
+    A KV cache would else occupy its full size before the first request. Large CPU tensors are mapped and start at a
+    page boundary. The system is asked for huge pages, because attention reads blocks at scattered addresses. Raises
+    MemoryError with the size in bytes.
     """
     size = prod(shape) * dtype.itemsize
     if torch.device(device).type != "cpu" or size < _MIN_BYTES:
