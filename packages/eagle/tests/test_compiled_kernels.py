@@ -70,7 +70,7 @@ def test_a_draw_from_a_law_that_truncates(size: int, dtype: torch.dtype, kind: i
         for num in (64, 1):
             keys = Keys(on_cuda(num, dtype=torch.int64), on_cuda(num, dtype=torch.int64))
             metadata = metadata_of(num, TRUNCATED, penalties_of(num, size, kind))
-            logits, vocab = on_cuda(num, size, dtype=dtype), HashedVocab(on_cuda(size, dtype=torch.int32), True)
+            logits, vocab = on_cuda(num, size, dtype=dtype), HashedVocab(on_cuda(size, dtype=torch.int32))
             rejection_sampler.sample(logits, metadata, keys, Role.TARGET, vocab)
     kernels = check(found, {*TRUNCATION, "draw_kernel", "emit_kernel"}, record_property, f"{size} {dtype} {kind}")
     names = [launch.kernel.name for launch in found.launches]
@@ -114,7 +114,7 @@ def test_verification_of_four_drafts(
         rows = Rows(on_cuda(num_reqs + 1, dtype=torch.int32), seeds, first, on_cuda(num_reqs))
         drafts = Drafts(on_cuda(num_reqs, 4, dtype=torch.int64), Coupled())
         metadata = None if row is None else metadata_of(num, row, penalties_of(num, size, kind))
-        vocab = HashedVocab(on_cuda(size, dtype=torch.int32), True)
+        vocab = HashedVocab(on_cuda(size, dtype=torch.int32))
         rejection_sampler.coupled(
             on_cuda(num, size, dtype=dtype), drafts, rows, vocab, greedy=greedy, metadata=metadata
         )

@@ -626,7 +626,7 @@ def test_greedy_rows_draft_without_noise(mode: str | None, monkeypatch: pytest.M
     engine.drafter.propose = promised  # type: ignore[method-assign]
     expected = [clean.step(*step) for step in SCHEDULE]
     if mode is None:
-        monkeypatch.setattr("bateleur.eagle.passes.draw", None)
+        monkeypatch.setattr("bateleur.eagle.passes.draw_draft", None)
     for want, step in zip(expected, SCHEDULE, strict=True):
         assert torch.equal(engine.step(*step), want)
     if mode is not None:

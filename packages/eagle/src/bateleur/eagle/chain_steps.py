@@ -50,29 +50,25 @@ class ChainSteps:
         self._starts = np.arange(rows + 1, dtype=np.int32)
         self._never_prefilling = torch.zeros(rows, dtype=torch.bool)
 
-    # --- real passes ----------------------------------------------------------------------------------------
-
     def build(
         self,
-        num_rows: int,
+        step: CommonAttentionMetadata,
         padded_rows: int,
-        bound: SeqLenBound,
-        max_seq_len: int,
-        phase: BuildPhase = BuildPhase.RUN,
+        last: int,
+        phase: Phase = Phase.RUN,
         *,
         greedy: bool = False,
     ) -> DraftState:
-        """Build metadata of the draft pass that is staged in the buffers.
+        """Build metadata of the draft pass that is staged in the buffers, after a step of the target.
 
-        bound: length bounds of the `num_rows` real requests.
-        max_seq_len: upper bound of `seq_lens` in all passes that use the metadata.
+        last: number of the last pass that uses the metadata, counted from 0 for the first pass.
         greedy: whether no request needs noise, see `DraftState`.
         """
-        if padded_rows > num_rows:
-            padding = padded_rows - num_rows
-            bound = SeqLenBound(
-                np.pad(bound.upper, (0, padding)), np.pad(bound.exact, (0, padding), constant_values=True)
-            )
+        num_rows, padding = step.num_actual_reqs, padded_rows - step.num_actual_reqs
+        bound = bound_of_drafts(step).advanced(last, self.max_seq_len)
+        if padding:
+            exact = np.pad(bound.exact, (0, padding), constant_values=True)
+            bound = SeqLenBound(np.pad(bound.upper, (0, padding)), exact)
         self.generation += 1
         x = self._inputs
         batch = CommonAttentionMetadata(
@@ -81,7 +77,7 @@ class ChainSteps:
             num_actual_reqs=num_rows,
             num_actual_tokens=num_rows,
             max_query_len=1,
-            max_seq_len=max_seq_len,
+            max_seq_len=self.longest(step, phase),
             query_start_loc_cpu=torch.from_numpy(np.minimum(self._starts[: padded_rows + 1], num_rows)),
             seq_len_bound=bound,
             generation=self.generation,
@@ -94,7 +90,7 @@ class ChainSteps:
             slot_mappings=(x.slot_mapping[:padded_rows],),
             is_prefilling=self._never_prefilling[:padded_rows],
         )
-        metadata = self._builder.build(batch, 0, phase)
+        metadata = self._builder.build(batch, 0, BuildPhase(phase.value))
         return DraftState(batch, metadata, self._builder.signature, greedy)
 
     def longest(self, batch: CommonAttentionMetadata, phase: Phase) -> int:
@@ -105,8 +101,6 @@ class ChainSteps:
         if phase is not Phase.RUN:
             return self.max_seq_len
         return min(batch.seq_len_bound.max() + self._inputs.num_speculative_tokens, self.max_seq_len)
-
-    # --- dummies --------------------------------------------------------------------------------------------
 
     def stage(self, key: BatchExecutionDescriptor, phase: Phase) -> StagedBatch[DraftState]:
         """Stage dummy requests of the full size of `key`. Their slots are -1, so passes store no keys or values."""
@@ -155,45 +149,38 @@ class ChainSteps:
 
         table, seed: see `stage_dummy`.
         """
-        num_rows, x = batch.num_actual_reqs, self._inputs
-        stage_dummy(x, self._cache, batch, 0, table, seed)
-        drawn = torch.zeros(num_rows, dtype=torch.int64, device=x.device)
+        x = self._inputs
+        self.stage_dummy(batch, 0, table, seed)
+        drawn = torch.zeros(batch.num_actual_reqs, dtype=torch.int64, device=x.device)
         stage_chain(x, drawn, x.block_table, self._cache.blocks.block_size)
-        bound = batch.seq_len_bound.narrow(num_rows).advanced(1, self.max_seq_len)
-        longest = self.longest(batch, phase)
-        return self.build(num_rows, key.num_tokens, bound, longest, BuildPhase(phase.value)).staged(key)
+        return self.build(batch, key.num_tokens, 1, phase).staged(key)
 
+    def stage_dummy(
+        self, batch: CommonAttentionMetadata, group: int, table: Tensor | None = None, seed: int | None = None
+    ) -> None:
+        """Stage a first draft pass over dummy requests: overwrite all inputs, as for real requests.
 
-def stage_dummy(
-    inputs: DraftInputs,
-    cache: DraftCache,
-    batch: CommonAttentionMetadata,
-    group: int,
-    table: Tensor | None = None,
-    seed: int | None = None,
-) -> None:
-    """Stage a first draft pass over dummy requests: overwrite all inputs, as for real requests.
-
-    table: block table of the requests, by default that of the batch.
-    seed: if given, buffers and caches are random, sampled on their device in their dtype.
-    """
-    num_rows = batch.num_actual_reqs
-    table = batch.block_tables[group] if table is None else table
-    next_token = torch.zeros(num_rows, dtype=torch.int64, device=inputs.device)
-    if seed is None:
-        inputs.hidden.zero_()
-        inputs.set_rows(next_token, next_token, table)
-    else:
-        generator = torch.Generator(inputs.device).manual_seed(seed)
-        for each in (each for pair in cache.kv for each in pair):
-            wide = torch.float32 if each.dtype.itemsize == 1 else each.dtype
-            each.copy_(torch.empty_like(each, dtype=wide).normal_(generator=generator))[NULL_BLOCK] = 0
-        inputs.hidden.normal_(generator=generator)
-        next_token.random_(2, generator=generator)
-        seeds = torch.empty_like(next_token).random_(1 << 40, generator=generator)
-        temperature = torch.empty_like(next_token).random_(2, generator=generator).float()
-        inputs.set_rows(seeds, temperature, table)
-    stage_first(inputs, batch, group, next_token, torch.ones_like(next_token))
+        group: KV-cache group of `batch` for the draft's layers.
+        table: block table of the requests, by default that of the batch.
+        seed: if given, buffers and caches are random, sampled on their device in their dtype.
+        """
+        x = self._inputs
+        table = batch.block_tables[group] if table is None else table
+        next_token = torch.zeros(batch.num_actual_reqs, dtype=torch.int64, device=x.device)
+        if seed is None:
+            x.hidden.zero_()
+            x.set_rows(next_token, next_token, table)
+        else:
+            generator = torch.Generator(x.device).manual_seed(seed)
+            for each in (each for pair in self._cache.kv for each in pair):
+                wide = torch.float32 if each.dtype.itemsize == 1 else each.dtype
+                each.copy_(torch.empty_like(each, dtype=wide).normal_(generator=generator))[NULL_BLOCK] = 0
+            x.hidden.normal_(generator=generator)
+            next_token.random_(2, generator=generator)
+            seeds = torch.empty_like(next_token).random_(1 << 40, generator=generator)
+            temperature = torch.empty_like(next_token).random_(2, generator=generator).float()
+            x.set_rows(seeds, temperature, table)
+        stage_first(x, batch, group, next_token, torch.ones_like(next_token))
 
 
 def bound_of_drafts(batch: CommonAttentionMetadata) -> SeqLenBound:

@@ -40,7 +40,11 @@ def argmax(logits: Tensor, shard: VocabShard | None = None) -> SampledTokens:
 
 
 def _argmax(logits: Tensor) -> tuple[Tensor, Tensor]:
-    best_R, token_ids_R = logits.max(dim=-1)
+    return first_maxima(*logits.max(dim=-1))
+
+
+def first_maxima(best_R: Tensor, token_ids_R: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the token ids and bad flags of `SampledTokens` for the maximum of each row and its index."""
     # `max` propagates NaN, and NaN > -inf is False: one comparison finds both kinds of bad rows.
     bad_R = (best_R > -torch.inf).logical_not_()
     return token_ids_R.masked_fill_(bad_R, 0), bad_R

@@ -51,10 +51,8 @@ class PrefillEagleCudaGraphManager(CudaGraphManager[DraftState, Tensor]):
 
     They are captured over the target's captured states, so that no metadata is built before a replay.
 
-    Args:
-        states: captured states that the target's `capture` returned.
-        backend: the drafter's capture backend.
-        keys: keys to capture; each must be among `states`. None means all.
+    states: captured states that the target's `capture` returned.
+    keys: keys to capture; each must be among `states`. None means all.
 
     Raises `NotCaptured`, a `KeyError` that names the nearest keys, for a key that the target has not captured, and
     `ValueError` if no key is left.
@@ -83,9 +81,8 @@ class PrefillEagleCudaGraphManager(CudaGraphManager[DraftState, Tensor]):
 class DraftStateProducer:
     """Stages steps of the target for draft passes: makes a `DraftState` of each captured state of the target.
 
-    adopt: stages the drafter's own buffers for a captured state of the target, with dummy contents, or random ones
-        with a seed; returns the state of the first pass.
-    own: the drafter's own buffers.
+    adopt: stages the drafter's buffers for a captured state of the target, with random contents if there is a seed, and
+        returns the state of the first pass. own: the drafter's buffers.
     """
 
     def __init__(
@@ -136,8 +133,7 @@ class DecodeEagleCudaGraphManager(CudaGraphManager[DraftState, Tensor]):
         support: batches that the draft's metadata can be captured for. No graph is piecewise: piecewise graphs pad
             tokens, not requests.
         """
-        captures = support >= GraphSupport.SINGLE_TOKEN
-        mode = CudaGraphMode.FULL_DECODE_ONLY if captures else CudaGraphMode.NONE
+        mode = CudaGraphMode.FULL_DECODE_ONLY if support >= GraphSupport.SINGLE_TOKEN else CudaGraphMode.NONE
         variant = () if chain is None else (chain,)
         return CudagraphDispatcher.make(mode, sizes, max_num_reqs=max_num_reqs, variants=(variant,))
 

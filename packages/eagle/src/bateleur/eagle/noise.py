@@ -109,13 +109,11 @@ class HashedVocab:
     """Hashed token ids of a vocabulary, for callers that sample over it in every step.
 
     hashes: (V,) int32, hashed ids, on the device of the keys.
-    whole: whether the ids are 0 .. V-1.
     shard: the vocabulary shard of the ids. Logits are then those of the shard, and all ranks sample the same token of
         the whole vocabulary.
     """
 
     hashes: Tensor
-    whole: bool = False
     shard: VocabShard | None = None
 
     @classmethod
@@ -133,7 +131,7 @@ class HashedVocab:
         x_V += _ID_OFFSET
         for shift, factor in zip((16, 13), _FMIX32, strict=True):
             _shifted_(x_V, shift).mul_(factor)
-        return cls(_shifted_(x_V, 16), isinstance(ids, int), ids if isinstance(ids, VocabShard) else None)
+        return cls(_shifted_(x_V, 16), ids if isinstance(ids, VocabShard) else None)
 
 
 def bits(keys: Keys, role: Role, vocab: int | Tensor | HashedVocab) -> Tensor:

@@ -18,10 +18,11 @@ from torch import Tensor
 from bateleur.cudagraph import BatchExecutionDescriptor, CudaGraphMode, Execution, StagedBatch
 from bateleur.eagle.buffers import DraftInputs
 from bateleur.eagle.cache import DraftCache
-from bateleur.eagle.draw import argmax, draw
+from bateleur.eagle.draw import argmax
 from bateleur.eagle.geometry import advance, stage_chain
 from bateleur.eagle.heads.spec import Head, vocab_of
-from bateleur.eagle.rules import Rule, apply_temperature
+from bateleur.eagle.rejection_sampler import draw_draft
+from bateleur.eagle.rules import Rule
 from bateleur.metadata import (
     AttentionBackend,
     AttentionMetadataBuilder,
@@ -167,12 +168,11 @@ class DraftPasses:
             drawn = argmax(logits_nV, self.vocab.shard)
         else:
             x, num_rows = self._inputs, len(h_nH)
-            temperature_n = x.temperature[:num_rows]
             if x.logits is not None:  # logits of greedy rows are never read
                 x.logits.keep(logits_nV, x.step)
-            keys = self._rule.keys(x.seeds[:num_rows], x.token_positions[:num_rows], x.step.expand(num_rows))
-            scaled_nV = apply_temperature(logits_nV, temperature_n)
-            drawn = draw(scaled_nV, temperature_n, keys, self._rule.draft_role, vocab=self.vocab)
+            rows = x.temperature[:num_rows], x.seeds[:num_rows], x.token_positions[:num_rows]
+            step = x.step.expand(num_rows)
+            drawn = draw_draft(logits_nV, *rows, rule=self._rule, draft_index=step, vocab=self.vocab)
         token_n = drawn.token_ids
         if self._head.target_ids is not None:
             token_n = self._head.target_ids.index_select(0, token_n)

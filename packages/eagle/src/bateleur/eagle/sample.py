@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.library import Library
 
 from bateleur.eagle import native
-from bateleur.eagle.draw import SampledTokens, argmax, fake_token_rows, perturbed
+from bateleur.eagle.draw import SampledTokens, argmax, fake_token_rows, first_maxima, perturbed
 from bateleur.eagle.noise import HashedVocab, Keys, Role, gumbel_, hashed, mixed, names, unit
 from bateleur.eagle.rules import apply_temperature
 from bateleur.eagle.sampling_metadata import SamplingMetadata, mask_truncated_
@@ -50,7 +50,7 @@ def _sample(logits: Tensor, metadata: SamplingMetadata, keys: Keys, role: Role, 
     # Not in `Implementations`: the torch form uses `metadata.host`, which an operator cannot take.
     if native.takes(logits):
         return SampledTokens(*_sample_rows(logits, *row))
-    return argmax(_perturbed(logits, *row, *metadata.thresholds(logits)))
+    return SampledTokens(*first_maxima(*_perturbed_max(logits, *row, *metadata.thresholds(logits))))
 
 
 SAMPLE = Implementations(_sample, triton="bateleur.eagle.kernels.rejection_sampler:sample")
@@ -84,28 +84,16 @@ def _perturbed_max(
     logits: (N, V), as for `sample`. values: (N, 4) float32, see `SamplingMetadata`. hashes: (V,) int32, see
         `HashedVocab`. seeds, name: (N,) int64, see `noise.names`. least, last: as of `SamplingMetadata.thresholds`.
     """
-    best_N, index_N = _perturbed(logits, values, hashes, seeds, name, least, last).max(-1)
-    return best_N, index_N
-
-
-PERTURBED_MAX = Implementations(_perturbed_max, triton="bateleur.eagle.kernels.vocab_shard:perturbed_max_rows")
-
-
-def _perturbed(
-    logits: Tensor,
-    values: Tensor,
-    hashes: Tensor,
-    seeds: Tensor,
-    name: Tensor,
-    least: Tensor | None = None,
-    last: Tensor | None = None,
-) -> Tensor:
-    """Return the perturbed logits (N, V): processed logits plus noise, whose argmax is the sample."""
     temperature_N = values[:, 0]
     scaled_NV = apply_temperature(logits.float(), temperature_N)
     if least is not None and last is not None:
         mask_truncated_(scaled_NV, least.unsqueeze(1), last.unsqueeze(1))
-    return perturbed(gumbel_(unit(mixed(hashes, *hashed(seeds, name)))), scaled_NV, temperature_N)
+    noise_NV = gumbel_(unit(mixed(hashes, *hashed(seeds, name))))
+    best_N, index_N = perturbed(noise_NV, scaled_NV, temperature_N).max(-1)
+    return best_N, index_N
+
+
+PERTURBED_MAX = Implementations(_perturbed_max, triton="bateleur.eagle.kernels.vocab_shard:perturbed_max_rows")
 
 
 def _rows(logits: Tensor, values: Tensor, hashes: Tensor, seeds: Tensor, name: Tensor) -> tuple[Tensor, Tensor]:
@@ -113,10 +101,9 @@ def _rows(logits: Tensor, values: Tensor, hashes: Tensor, seeds: Tensor, name: T
     open_M = (tokens < 0).nonzero().squeeze(1)
     if len(open_M):
         logits, values = logits[open_M], values[open_M]
-        least_last = SamplingMetadata(values.numpy(), values).thresholds(logits)
-        tokens[open_M], bad[open_M] = argmax(
-            _perturbed(logits, values, hashes, seeds[open_M], name[open_M], *least_last)
-        )
+        kept = SamplingMetadata(values.numpy(), values).thresholds(logits)
+        best = _perturbed_max(logits, values, hashes, seeds[open_M], name[open_M], *kept)
+        tokens[open_M], bad[open_M] = first_maxima(*best)
     return tokens, bad
 
 

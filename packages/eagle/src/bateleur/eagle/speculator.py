@@ -24,7 +24,7 @@ from bateleur.cudagraph import (
 from bateleur.eagle.borrow import TargetState, require_borrow
 from bateleur.eagle.buffers import DraftInputs
 from bateleur.eagle.cache import DraftCache
-from bateleur.eagle.chain_steps import ChainSteps, bound_of_drafts, stage_dummy
+from bateleur.eagle.chain_steps import ChainSteps
 from bateleur.eagle.drafter import DraftContext, TargetNeeds
 from bateleur.eagle.geometry import stage_first
 from bateleur.eagle.heads.eagle import Eagle3Head
@@ -181,13 +181,12 @@ class EagleSpeculator:
     @torch.no_grad()
     def warm_up(self, target: TargetState) -> None:
         """Run all kinds of draft passes after a staged dummy step, so that no later step loads a kernel."""
-        first, rows, longest = self._adopt(target, Phase.WARMUP), target.batch.num_actual_reqs, self.steps.max_seq_len
+        first, batch = self._adopt(target, Phase.WARMUP), target.batch
         self._passes.store_kv(Execution(None, first))
         for greedy in (True, False):
             self._passes.first(Execution(None, replace(first, greedy=greedy)))
             if self.num_speculative_tokens > 1:
-                bound = bound_of_drafts(target.batch).advanced(1, longest)
-                state = self.steps.build(rows, rows, bound, longest, BuildPhase.WARMUP, greedy=greedy)
+                state = self.steps.build(batch, batch.num_actual_reqs, 1, Phase.WARMUP, greedy=greedy)
                 if self._passes.refresh is not None:
                     self._passes.refresh(state.metadata)
                 self._passes.chain(Execution(None, state))
@@ -228,13 +227,10 @@ class EagleSpeculator:
         `record_proposal` stages the other inputs. In a phase other than RUN the metadata has the bounds of the longest
         requests.
         """
-        batch, inner = target.batch, BuildPhase(phase.value)
-        first = self._borrow(target, phase=inner)
+        first, batch = self._borrow(target, phase=BuildPhase(phase.value)), target.batch
         if num_drafts < 2:
             return ProposalPasses(first, None)
-        bound = bound_of_drafts(batch).advanced(num_drafts - 1, self.steps.max_seq_len)
-        longest = self.steps.longest(batch, phase)
-        return ProposalPasses(first, self.steps.build(batch.num_actual_reqs, batch.num_reqs, bound, longest, inner))
+        return ProposalPasses(first, self.steps.build(batch, batch.num_reqs, num_drafts - 1, phase))
 
     def fuzz_proposal(self, target: TargetState, seed: int) -> None:
         """Fill caches and buffers of the drafter with random values; use it only in an engine without requests."""
@@ -287,20 +283,19 @@ class EagleSpeculator:
 
     def _adopt(self, target: TargetState, phase: Phase, seed: int | None = None) -> DraftState:
         """Stage a dummy step in the drafter's buffers (random with `seed`); return the state of its first pass."""
-        stage_dummy(self.inputs, self._cache, target.batch, self._group, seed=seed)
+        self.steps.stage_dummy(target.batch, self._group, seed=seed)
         return self._borrow(target, phase=BuildPhase(phase.value))
 
     # --- the chain ------------------------------------------------------------------------------------------
 
     def _run_chain(self, context: DraftContext, key: BatchExecutionDescriptor | None) -> None:
-        num_rows, num_drafts, refresh = context.batch.num_actual_reqs, context.num_drafts, self._passes.refresh
-        bound, padded = bound_of_drafts(context.batch), num_rows if key is None else key.num_tokens
+        batch, num_drafts, refresh = context.batch, context.num_drafts, self._passes.refresh
+        padded_rows = batch.num_actual_reqs if key is None else key.num_tokens
         fused = key is not None and key.variant  # one graph of all passes, refreshes included
         for step in range(1, 2 if fused else num_drafts):
             if step == 1 or refresh is None:
                 last = step if refresh is None else num_drafts - 1  # the pass for which the host bound must hold
-                longest = bound.advanced(last, self.steps.max_seq_len)
-                state = self.steps.build(num_rows, padded, longest, self.draft_max_seq_len, greedy=context.greedy)
+                state = self.steps.build(batch, padded_rows, last, greedy=context.greedy)
             if refresh is not None and not fused:
                 refresh(state.metadata)
             if key is None:

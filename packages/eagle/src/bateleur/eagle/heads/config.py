@@ -146,14 +146,13 @@ def _sizes(source: _Source, names: Collection[str], target: TargetInfo) -> dict[
 
 
 def _read_eagle1(source: _Source, sizes: dict[str, Any], target: TargetInfo) -> HeadSpec:
-    head = source.head
+    head, vocab = source.head, target.vocab_size
     if head.flag("fusion_bias"):
         sizes["biases"] |= {"fc"}
     for name in ("layernorms", "add_para_norm"):
         if head.flag(name):
             raise ValueError(f"{name} is true; EAGLE-1 heads with further norms are not supported")
-    draft, vocab = head.raw("truncated_vocab_size"), target.vocab_size
-    if draft not in (None, vocab):
+    if (draft := head.raw("truncated_vocab_size")) not in (None, vocab):
         raise ValueError(f"truncated_vocab_size is {draft}; an EAGLE-1 head drafts all {vocab} tokens")
     _require_equal(source.layer, "hidden_size", target.hidden_size)
     return HeadSpec(kind="eagle1", draft_vocab_size=vocab, needs=TargetNeeds(hidden=True), **sizes)
@@ -193,8 +192,7 @@ def _read_eagle3(source: _Source, sizes: dict[str, Any], target: TargetInfo, lay
 
 
 def _taps(head: Fields, nested: Fields, target: TargetInfo, layer_ids: LayerIds) -> tuple[tuple[int, ...], list[str]]:
-    layers = target.num_layers
-    shift = 0 if layer_ids == "inputs" else 1
+    layers, shift = target.num_layers, 0 if layer_ids == "inputs" else 1
     found = nested.boundaries(_IDS, layers, shift=shift) or head.boundaries(_IDS, layers, shift=shift)
     if found is None and (found := head.boundaries(_OUTPUT_IDS, layers, shift=1)) is not None:
         shift = 1

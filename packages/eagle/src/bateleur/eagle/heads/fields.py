@@ -109,18 +109,15 @@ class Fields:
                 f"{lanes} of head_dim = {self.head_dim()} lanes rotate; it must be an even number of lanes"
             )
         turns, scaling = [theta ** (-2.0 * i / lanes) for i in range(lanes // 2)], 1.0
-        match kind:
-            case "default":
-                pass
-            case "linear":
-                factor = nested.number("factor", 1.0)
-                turns = [turn / factor for turn in turns]
-            case "llama3":
-                turns = [_llama3(turn, nested) for turn in turns]
-            case "yarn":
-                turns, scaling = _yarn(turns, theta, nested)
-            case _:
-                raise ValueError(f"rope_type is {kind!r}; supported is 'default', 'linear', 'llama3', 'yarn'")
+        if kind == "linear":
+            factor = nested.number("factor", 1.0)
+            turns = [turn / factor for turn in turns]
+        elif kind == "llama3":
+            turns = [_llama3(turn, nested) for turn in turns]
+        elif kind == "yarn":
+            turns, scaling = _yarn(turns, theta, nested)
+        elif kind != "default":
+            raise ValueError(f"rope_type is {kind!r}; supported is 'default', 'linear', 'llama3', 'yarn'")
         if not max(turns) <= _FLOAT32.max:
             raise ValueError(f"rope_theta is {theta}; scaled, lanes turn by {max(turns)}, more than a float32 holds")
         return Rope(tuple(turns), scaling)

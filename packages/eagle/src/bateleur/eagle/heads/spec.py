@@ -32,6 +32,8 @@ Project = Callable[[Tensor, Tensor | None], Callable[[Tensor], Tensor]]
 class CProduct:
     """The product y = x W^T + b as a C function: ``(x, tokens, stride of x, columns, W, b, y, rows, threads)``.
 
+    A function x -> y may have it as attribute `in_c`, or None there.
+
     x, W, b (or NULL) and y are addresses (all but W of float32), the sizes are int64, and threads is an int. The
     function defines the layout of W. It returns 0, or another int64 if it is out of memory.
     """
@@ -41,16 +43,6 @@ class CProduct:
     bias: Tensor | None
     rows: int
     columns: int
-
-
-@runtime_checkable
-class CallableInC(Protocol):
-    """A function x -> x W^T + b that may be callable from C."""
-
-    @property
-    def in_c(self) -> CProduct | None:
-        """The product as a C function; None if it is not callable from C."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

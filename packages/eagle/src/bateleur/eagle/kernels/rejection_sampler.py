@@ -18,6 +18,7 @@ from bateleur.eagle.draw import SampledTokens
 from bateleur.eagle.kernels.penalties import NATIVE, arguments, penalised, penalties_of
 from bateleur.eagle.kernels.truncation import truncation_thresholds
 from bateleur.eagle.noise import HashedVocab, Keys, Role, names
+from bateleur.eagle.penalties import Penalties
 from bateleur.eagle.rules import Drafts, RejectionOutput, Rows
 from bateleur.eagle.sampling_metadata import SamplingMetadata
 
@@ -250,29 +251,50 @@ def _launch(
         raise ValueError(f"logits: strides {logits.stride()} must be dense in the last dimension")
     (num_reqs, num_drafts), size, device = drafts.shape, logits.shape[1], logits.device
     hashes = (HashedVocab.of(size, device) if vocab is None else vocab).hashes
-    rows_per_request, penalties = num_drafts + 1, None if metadata is None else metadata.penalties
-    of_penalties, kind = arguments(penalties, logits)
-    options, share = tile_options(size, num_reqs * rows_per_request, kind)
-    shares = triton.cdiv(size, share)
-    best = torch.empty(num_reqs, rows_per_request, shares, dtype=torch.float32, device=device)
-    token = torch.empty(num_reqs, rows_per_request, shares, dtype=torch.int32, device=device)
-    out = torch.empty(num_reqs, rows_per_request, dtype=torch.int64, device=device)
+    values = thresholds = penalties = None
+    if metadata is not None:
+        values, penalties = metadata.values, metadata.penalties
+        if metadata.truncates(size):
+            thresholds = truncation_thresholds(logits, values, penalties)
+    rows = starts, seeds, first_position, temperature
+    best, token = draw_shares(logits, hashes, *rows, values, thresholds, penalties, num_drafts + 1)
+    out = torch.empty(num_reqs, num_drafts + 1, dtype=torch.int64, device=device)
     emitted = torch.empty(num_reqs, dtype=torch.int64, device=device)
     bad = torch.empty(num_reqs, dtype=torch.bool, device=device)
-    single, starts = starts is None, out if starts is None else starts
-    values = least = last = best  # placeholders, not read without metadata or truncation
-    truncates = metadata is not None and metadata.truncates(size)
-    if metadata is not None:
-        values = metadata.values.contiguous()
-    if truncates:
-        least, last = truncation_thresholds(logits, values, penalties)
-    draw_kernel[(num_reqs, rows_per_request, shares)](
-        logits, hashes, starts, seeds.contiguous(), first_position.contiguous(), temperature, best, token, values,
-        least, last, logits.stride(0), size, share, temperature.stride(0), *of_penalties,
-        DIVIDE=metadata is not None, TRUNCATION=truncates, SINGLE=single, **options,
-    )  # fmt: skip
     emit_kernel[(num_reqs,)](
-        best, token, starts, drafts, out, emitted, bad, num_drafts, num_drafts, shares,
-        SINGLE=single, **emit_options(rows_per_request, size),
+        best, token, out if starts is None else starts, drafts, out, emitted, bad, num_drafts, num_drafts,
+        best.shape[2], SINGLE=starts is None, **emit_options(num_drafts + 1, size),
     )  # fmt: skip
     return RejectionOutput(out, emitted, bad)
+
+
+def draw_shares(
+    logits: Tensor,
+    hashes: Tensor,
+    starts: Tensor | None,
+    seeds: Tensor,
+    first_position: Tensor,
+    temperature: Tensor,
+    values: Tensor | None,
+    thresholds: tuple[Tensor, Tensor] | None,
+    penalties: Penalties | None = None,
+    rows_per_request: int = 1,
+) -> tuple[Tensor, Tensor]:
+    """Return maximum and token id of each share of each logit row, (requests, rows of a request, shares); one launch.
+
+    values: (N, 4) float32, see `SamplingMetadata`; None if logits are divided by the temperature already.
+    """
+    num_reqs, size = len(seeds), logits.shape[1]
+    of_penalties, kind = arguments(penalties, logits)
+    options, share = tile_options(size, num_reqs * rows_per_request, kind)
+    shape = num_reqs, rows_per_request, triton.cdiv(size, share)
+    best = torch.empty(shape, dtype=torch.float32, device=logits.device)  # also in place of tensors that are not read
+    token = torch.empty(shape, dtype=torch.int32, device=logits.device)
+    least, last = (best, best) if thresholds is None else (each.contiguous() for each in thresholds)
+    draw_kernel[shape](
+        logits, hashes, best if starts is None else starts, seeds.contiguous(), first_position.contiguous(),
+        temperature, best, token, best if values is None else values.contiguous(), least, last,
+        logits.stride(0), size, share, temperature.stride(0), *of_penalties,
+        DIVIDE=values is not None, TRUNCATION=thresholds is not None, SINGLE=starts is None, **options,
+    )  # fmt: skip
+    return best, token

@@ -10,8 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from bateleur.eagle.kernels.penalties import arguments
-from bateleur.eagle.kernels.rejection_sampler import block_of, draw_kernel, tile_options
+from bateleur.eagle.kernels.rejection_sampler import block_of, draw_shares
 from bateleur.eagle.kernels.sort_keys import order_of
 
 _BLOCK = 1024
@@ -108,19 +107,7 @@ def perturbed_max_rows(
 
     Arguments as of `sample._perturbed_max`.
     """
-    num_rows, size = logits.shape
-    of_penalties, kind = arguments(None, logits)
-    options, share = tile_options(size, num_rows)
-    shares = triton.cdiv(size, share)
-    best = torch.empty(num_rows, shares, dtype=torch.float32, device=logits.device)
-    token = torch.empty(num_rows, shares, dtype=torch.int32, device=logits.device)
-    values, kept = values.contiguous(), (best, best)  # placeholders, not read without truncation
-    if least is not None and last is not None:
-        kept = least.contiguous(), last.contiguous()
-    draw_kernel[(num_rows, 1, shares)](
-        logits, hashes, seeds, seeds.contiguous(), name.contiguous(), values, best, token, values, *kept,
-        logits.stride(0), size, share, values.stride(0), *of_penalties,
-        DIVIDE=True, TRUNCATION=least is not None, SINGLE=True, **options | {"KIND": kind},
-    )  # fmt: skip
-    top = best.max(-1)
-    return top.values, token.gather(1, top.indices.unsqueeze(1)).squeeze(1).long()
+    thresholds = None if least is None or last is None else (least, last)
+    best, token = draw_shares(logits, hashes, None, seeds, name, values[:, 0], values, thresholds)
+    top = best.squeeze(1).max(-1)
+    return top.values, token.squeeze(1).gather(1, top.indices.unsqueeze(1)).squeeze(1).long()

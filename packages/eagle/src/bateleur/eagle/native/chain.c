@@ -43,8 +43,8 @@ typedef struct {
   int64_t stride;
 } tap;
 
-/* Rows of the target's step, see `DraftContext`, with strides of next_token, num_valid and drafts: (rows, width), -1
-   where there is no draft; at most k drafts of a row are made. longest: most tokens of a sequence. start_positions:
+/* Rows of the target's step, see `DraftContext`. drafts: (rows, width), -1 where there is no draft; at most k drafts of a
+   row are made. longest: most tokens of a sequence. start_positions:
    (rows,) first position to attend to, or NULL for 0. room: workspace of floats; places: (rows + tokens) * 6 integers. */
 typedef struct {
   const int32_t *input_ids, *starts, *table;
@@ -53,8 +53,7 @@ typedef struct {
   const float *temperature;
   int64_t *drafts, *places;
   float *room;
-  int64_t rows, k, table_stride, next_stride, valid_stride, drafts_stride, longest, width;
-  int64_t greedy, threads;
+  int64_t rows, k, table_stride, longest, width, greedy, threads;
 } step;
 
 /* A pass: its tokens, each of the row `owner` of the step; token last[j] draws for row[j]. source: in the first pass, the
@@ -158,10 +157,10 @@ static float *logits_of(const head *h, const step *s, const pass *p, float *hidd
    ended with an error. */
 static void begin(const step *s, pass *p, int64_t positions) {
   for (int64_t r = 0; r < s->rows; r++) {
-    int64_t t = s->starts[r], last = t + s->num_valid[r * s->valid_stride] - 1;
+    int64_t t = s->starts[r], last = t + s->num_valid[r] - 1;
     if (last < t) continue;
     for (; t <= last && s->positions[t] < positions; t++, p->tokens++) {
-      p->id[p->tokens] = t < last ? s->input_ids[t + 1] : s->next_token[r * s->next_stride];
+      p->id[p->tokens] = t < last ? s->input_ids[t + 1] : s->next_token[r];
       p->position[p->tokens] = s->positions[t], p->owner[p->tokens] = r, p->source[p->tokens] = t;
     }
     if (t > last) p->last[p->rows] = p->tokens - 1, p->row[p->rows++] = r;
@@ -188,7 +187,7 @@ static int64_t fuse(const head *h, const step *s, const pass *p, float *hidden, 
 static void follow(const head *h, const step *s, pass *p, int64_t column, float *hidden) {
   int64_t n = 0;
   for (int64_t j = 0; j < p->rows; j++) {
-    int64_t r = p->row[j], id = s->drafts[r * s->drafts_stride + column], position = p->position[p->last[j]] + 1;
+    int64_t r = p->row[j], id = s->drafts[r * s->width + column], position = p->position[p->last[j]] + 1;
     if (id < 0 || position >= h->positions) continue;
     memmove(hidden + n * h->hidden, hidden + j * h->hidden, h->hidden * 4);
     p->id[n] = id, p->position[n] = position, p->owner[n] = r, p->row[n++] = r;
@@ -202,8 +201,7 @@ int64_t draft(const head *h, const step *s) {
   int64_t total = s->starts[s->rows] + s->rows, *at = s->places;
   pass p = {0, 0, at, at + total, at + 2 * total, at + 3 * total, at + 4 * total, at + 5 * total};
   float *hidden = s->room, *room = s->room + s->starts[s->rows] * h->hidden;
-  for (int64_t r = 0; r < s->rows; r++)
-    for (int64_t i = 0; i < s->width; i++) s->drafts[r * s->drafts_stride + i] = -1;
+  memset(s->drafts, -1, s->rows * s->width * sizeof(int64_t));
   begin(s, &p, h->positions);
   if (fuse(h, s, &p, hidden, room)) return -1;
   for (int64_t column = 0; column < s->k; column++) {
@@ -216,7 +214,7 @@ int64_t draft(const head *h, const step *s) {
       int64_t r = p.row[j], index = p.position[p.last[j]] + 2;
       const float *own = logits + j * h->output.rows, temperature = s->greedy ? 0 : s->temperature[r];
       int64_t id = index < s->longest ? drawn(own, h->output.rows, temperature, h->words, s->seeds[r], index) : -1;
-      s->drafts[r * s->drafts_stride + column] = id < 0 || !h->target_ids ? id : h->target_ids[id];
+      s->drafts[r * s->width + column] = id < 0 || !h->target_ids ? id : h->target_ids[id];
     }
   }
   return 0;

@@ -13,7 +13,7 @@ from bateleur.eagle.cache import DraftCache
 from bateleur.eagle.drafter import DraftContext
 from bateleur.eagle.heads.eagle import Eagle3Head
 from bateleur.eagle.heads.layers import RMSNorm
-from bateleur.eagle.heads.spec import CallableInC, CProduct, vocab_of
+from bateleur.eagle.heads.spec import CProduct, vocab_of
 from bateleur.eagle.rules import Rule
 from bateleur.metadata.native import Kernel, kernels, unavailable_reason
 from bateleur.metadata.native.structs import Struct, fields
@@ -39,7 +39,7 @@ class _Step(Struct):
     _fields_: ClassVar = fields(
         "input_ids starts table positions next_token num_valid seeds start_positions taps temperature drafts places "
         "room",
-        "rows k table_stride next_stride valid_stride drafts_stride longest width greedy threads",
+        "rows k table_stride longest width greedy threads",
     )
 
 
@@ -71,40 +71,42 @@ class NativeChain:
 
     def propose(self, context: DraftContext) -> Tensor | None:
         """Return (R, K) int64 drafts, -1 for none; or None if `num_drafts` is 0 or C does not support the tensors."""
+        batch, rows, tokens = context.batch, context.batch.num_actual_reqs, context.batch.num_actual_tokens
         if not 0 < context.num_drafts <= self._width or not self._takes(context):
             return None
-        batch, next_token, num_valid = context.batch, context.next_token, context.num_valid
-        rows, table = batch.num_actual_reqs, batch.block_tables[self._group]
-        tokens = batch.num_actual_tokens
         for index, tap in enumerate(context.features):
             self._taps[2 * index], self._taps[2 * index + 1] = tap.data_ptr(), tap.stride(0)
-        drafts = next_token.new_empty(rows, self._width)
+        table, start_positions = batch.block_tables[self._group], context.start_positions
+        next_token, num_valid, seeds = (
+            each.contiguous() for each in (context.next_token, context.num_valid, context.seeds)
+        )
+        if start_positions is not None:
+            start_positions = start_positions.contiguous()
+        drafts, temperature = next_token.new_empty(rows, self._width), context.temperature.contiguous()
         room = torch.empty(tokens * self._by_token + rows * self._by_row)
         places = torch.zeros(6 * (tokens + rows), dtype=torch.int64)
         step = _Step()
         step.point(
             input_ids=batch.input_ids, starts=batch.query_start_loc, table=table, positions=batch.positions,
-            next_token=next_token, num_valid=num_valid, seeds=context.seeds, start_positions=context.start_positions,
-            taps=ctypes.addressof(self._taps), temperature=context.temperature, drafts=drafts, places=places,
-            room=room, rows=rows, k=context.num_drafts, table_stride=table.stride(0),
-            next_stride=next_token.stride(0), valid_stride=num_valid.stride(0), drafts_stride=drafts.stride(0),
-            longest=self._longest, width=self._width, greedy=context.greedy, threads=torch.get_num_threads(),
+            next_token=next_token, num_valid=num_valid, seeds=seeds, start_positions=start_positions,
+            taps=ctypes.addressof(self._taps), temperature=temperature, drafts=drafts, places=places, room=room,
+            rows=rows, k=context.num_drafts, table_stride=table.stride(0), longest=self._longest, width=self._width,
+            greedy=context.greedy, threads=torch.get_num_threads(),
         )  # fmt: skip
         if _draft()(ctypes.addressof(self._struct), ctypes.addressof(step)):
             raise MemoryError(f"out of memory for the drafts of {rows} rows")
         return drafts
 
     def _takes(self, context: DraftContext) -> bool:
-        batch, rows, tokens = context.batch, context.batch.num_actual_reqs, context.batch.num_actual_tokens
+        batch, rows = context.batch, (context.batch.num_actual_reqs,)
         narrow = batch.input_ids, batch.query_start_loc, batch.block_tables[self._group]
-        rows_of_int64 = [x for x in (context.seeds, context.start_positions) if x is not None]
+        wide = [context.next_token, context.num_valid, context.seeds, context.start_positions]
         shape = batch.num_tokens, self._struct.tap_width
         return (
-            all(each.dtype == torch.int32 and each.stride(-1) == 1 for each in narrow)
-            and _is_row(batch.positions[:tokens], torch.int64, tokens)
-            and all(_is_row(each, torch.int64, rows) for each in rows_of_int64)
-            and _is_row(context.temperature, torch.float32, rows)
-            and all(x.shape == (rows,) and x.dtype == torch.int64 for x in (context.next_token, context.num_valid))
+            all(x.dtype == torch.int32 and x.stride(-1) == 1 for x in narrow)
+            and all(x is None or (x.dtype == torch.int64 and x.shape == rows) for x in wide)
+            and (context.temperature.dtype, context.temperature.shape) == (torch.float32, rows)
+            and (batch.positions.dtype, batch.positions.stride(0)) == (torch.int64, 1)
             and len(context.features) * 2 == len(self._taps)
             and all(x.shape == shape and x.dtype == torch.float32 and x.stride(1) == 1 for x in context.features)
         )
@@ -119,33 +121,17 @@ class NativeChain:
         self._held += [cos, sin, hashes, tap_norms]
         described = _Head(eps=spec.norm_eps, **{name: _matrix(product) for name, product in _products(head).items()})
         described.point(
-            tap_norms=ctypes.addressof(tap_norms) if norms else None,
-            input_norm=_weight(head.input_norm),
-            embedding=head.vocabulary.embedding,
-            token_norm=head.token_norm.weight,
-            hidden_norm=head.hidden_norm.weight,
-            q_norm=_weight(layer.attention.q_norm),
-            k_norm=_weight(layer.attention.k_norm),
-            mlp_norm=layer.mlp_norm.weight,
-            norm=head.norm.weight,
-            cos=cos,
-            sin=sin,
-            target_ids=head.target_ids,
-            words=hashes,
-            k_cache=cache.kv[0][0],
-            v_cache=cache.kv[0][1],
-            hidden=spec.hidden_size,
+            tap_norms=ctypes.addressof(tap_norms) if norms else None, input_norm=_weight(head.input_norm),
+            embedding=head.vocabulary.embedding, token_norm=head.token_norm.weight, hidden_norm=head.hidden_norm.weight,
+            q_norm=_weight(layer.attention.q_norm), k_norm=_weight(layer.attention.k_norm),
+            mlp_norm=layer.mlp_norm.weight, norm=head.norm.weight, cos=cos, sin=sin, target_ids=head.target_ids,
+            words=hashes, k_cache=cache.kv[0][0], v_cache=cache.kv[0][1], hidden=spec.hidden_size,
             taps=len(spec.needs.taps) or 1,
             tap_width=spec.target_hidden_size if spec.needs.taps else spec.hidden_size,
-            heads=spec.num_heads,
-            kv_heads=spec.num_kv_heads,
-            size=spec.head_dim,
-            lanes=0 if cos is None else cos.shape[-1],
-            block_size=cache.blocks.block_size,
-            positions=positions,
-            norms_residual=spec.norm_before_residual,
-            feeds_normed=spec.recycle == "post_norm",
-        )
+            heads=spec.num_heads, kv_heads=spec.num_kv_heads, size=spec.head_dim,
+            lanes=0 if cos is None else cos.shape[-1], block_size=cache.blocks.block_size, positions=positions,
+            norms_residual=spec.norm_before_residual, feeds_normed=spec.recycle == "post_norm",
+        )  # fmt: skip
         return described
 
 
@@ -168,12 +154,7 @@ def _matrix(product: Callable[[Tensor], Tensor]) -> _Matrix:
 
 
 def _in_c(product: Callable[[Tensor], Tensor]) -> CProduct | None:
-    return product.in_c if isinstance(product, CallableInC) else None
-
-
-def _is_row(tensor: Tensor, dtype: torch.dtype, rows: int) -> bool:
-    """Return whether the tensor is contiguous (rows,) of this dtype."""
-    return tensor.dtype == dtype and tensor.shape == (rows,) and tensor.is_contiguous()
+    return getattr(product, "in_c", None)
 
 
 def _weight(norm: RMSNorm | None) -> Tensor | None:
