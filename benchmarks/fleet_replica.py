@@ -17,8 +17,7 @@ from bateleur.runner.checkpoint.open import open_checkpoint
 from bateleur.runner.config.engine_config import EngineConfig
 from bateleur.runner.config.limits import EngineLimits
 from bateleur.runner.engine.output_processor import append_tokens
-from bateleur.runner.requests.request import Request
-from bateleur.runner.requests.request_table import RequestTable
+from bateleur.runner.requests.request import Request, RequestTable
 from bateleur.runner.sampling_params import SamplingParams
 from bateleur.runner.scheduling.scheduler import Scheduler
 from bateleur.runner.scheduling.step_batch import StepBatch

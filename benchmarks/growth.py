@@ -26,8 +26,7 @@ import torch
 from bateleur.runner import LLM, SamplingParams
 from bateleur.runner.cache.block_pool import BlockPool
 from bateleur.runner.cache.prefix_cache import PrefixCache
-from bateleur.runner.requests.request import Request
-from bateleur.runner.requests.request_table import RequestTable
+from bateleur.runner.requests.request import Request, RequestTable
 
 BLOCK, LOOKUP_TOKENS = 16, 8000
 CACHED = (1_000, 10_000, 100_000)

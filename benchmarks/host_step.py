@@ -29,8 +29,7 @@ from bateleur.runner.cache.prefix_cache import PrefixCache
 from bateleur.runner.engine import engine
 from bateleur.runner.models import HybridDecoder, StepContext
 from bateleur.runner.requests.prefix_keys import PrefixKeys
-from bateleur.runner.requests.request import Request
-from bateleur.runner.requests.request_table import RequestTable
+from bateleur.runner.requests.request import Request, RequestTable
 
 PARTS = ("schedule", "stage", "emit")
 BATCHES = (1, 8, 64, 256)

@@ -181,8 +181,8 @@ def test_what_the_warm_up_leaves_out_is_compiled_late(
     make: Callable[[Compiled], CompiledCuda], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The check above must be able to fail."""
-    for name in ("warm_up", "run_largest"):
-        monkeypatch.setattr(f"bateleur.runner.engine.model_runner.{name}", lambda *_: None)
+    for name in ("_warm_up", "run_largest"):
+        monkeypatch.setattr(f"bateleur.runner.engine.model_runner.ModelRunner.{name}", lambda *_: None)
     with compiling(on_device=True) as compiled:
         fake = make(compiled)
         llm = _open(fake, CASES["Llama-3.1-8B eager"], tmp_path)

@@ -23,7 +23,6 @@ from bateleur.eagle.heads.dense import DenseAttend
 from bateleur.runner import LLM, SamplingParams
 from bateleur.runner.requests.prefix_keys import PrefixKeys
 from bateleur.runner.requests.request import Request
-from bateleur.runner.requests.row_keys import RowKeys
 from eagle_doubles.drafters import NoDrafts, ScriptedDrafter
 
 K = 3
@@ -297,8 +296,6 @@ def test_f3_a_hit_whose_next_token_differs(
     # Without the last block of 4 the hit is 8 tokens, up to the state before it.
     assert run(build()) == [0, 8, 16]
     monkeypatch.setattr(PrefixKeys, "blocks_with_lookahead", PrefixKeys.blocks)
-    make = RowKeys.__init__
-    monkeypatch.setattr(RowKeys, "__init__", lambda *args, lookahead: make(*args))
     with pytest.raises(AssertionError, match="Tensor-likes are not close"):
         run(build())
 

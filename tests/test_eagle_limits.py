@@ -111,7 +111,7 @@ def test_c4_nothing_is_drafted_or_stored_beyond_max_model_len(make: Callable[...
     kv = [*llm.engine.caches.kv, *drafting.drafter.kv]  # type: ignore[attr-defined]
 
     def compare() -> None:
-        llm.engine.runner.draft_planner.plan()  # type: ignore[union-attr]
+        llm.engine.runner.proposer.plan()  # type: ignore[union-attr]
         for request in llm.engine.scheduler.running:
             drafts = verifier.rows.next_ids[request.row, 1:]
             known, wanted = int(table.num_tokens[request.row]), int(table.num_drafts[request.row])
@@ -205,7 +205,7 @@ def test_where_a_heads_positions_end_nothing_is_drafted_nor_counted(
     llm.add_request({"prompt_token_ids": short}, params)
 
     def compare() -> None:
-        llm.engine.runner.draft_planner.plan()  # type: ignore[union-attr]
+        llm.engine.runner.proposer.plan()  # type: ignore[union-attr]
         for request in llm.engine.scheduler.running:
             known, wanted = int(table.num_tokens[request.row]), int(table.num_drafts[request.row])
             assert wanted == min(K, max(0, 26 - known), len(short) + 30 - 1 - known)

@@ -27,8 +27,8 @@ from bateleur.runner.engine.engine import Engine
 from bateleur.runner.engine.output_processor import OutputProcessor
 from bateleur.runner.engine.step_in_flight import StepInFlight
 from bateleur.runner.sampling.rejection_sampler import RejectionSampler
+from bateleur.runner.scheduling import step_batch
 from bateleur.runner.scheduling.scheduler import Scheduler
-from bateleur.runner.scheduling.step_batch import LogitsIndex
 from bateleur.runner.structured.grammar import Grammars
 from fla_double import Double, unlooked
 from quick_fakes import QuickFakes, leaves_of
@@ -189,7 +189,7 @@ def test_a_step_is_launched_before_the_one_before_it_is_waited_for(
     monkeypatch.setattr(OutputProcessor, "emit", waited)
     monkeypatch.setattr(Fetch, "__init__", lambda fetch, tensors: copies.append(tensors) or init(fetch, tensors))
     finish(cuda, cuda.make(**settings))
-    drawing = [flight for flight in launched if flight.output is not None]
+    drawing = [flight for flight in launched if flight.fetched is not None]
     assert len(copies) == len(drawing)
     assert [step for step, _ in waits] == sorted({step for step, _ in waits})
     ahead = [known - step - 1 for step, known in waits]
@@ -409,7 +409,7 @@ def test_what_does_not_wait_is_no_fault(
 
 def test_a_blocking_upload_is_named(cuda: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine's own function without its `non_blocking`."""
-    monkeypatch.setattr(LogitsIndex, "_upload", lambda self, array: torch.from_numpy(array).to(self._device))
+    monkeypatch.setattr(step_batch, "upload", lambda array, device: torch.from_numpy(array).to(device))
     with pytest.raises(AssertionError, match=r"blocking copy from cpu to cuda .*test_fake_cuda\.py:\d+"):
         finish(cuda, cuda.make(**DRAFTS))
 

@@ -28,6 +28,7 @@ from bateleur.metadata import BatchInvariant, BatchLimits, BuildPhase, GraphSupp
 from bateleur.metadata.backends.paged import TorchBackend, TritonBackend
 from bateleur.runner import LLM, RequestOutput, SamplingParams
 from bateleur.runner.cli import main
+from bateleur.runner.config.graph_options import GraphOptions
 from bateleur.runner.model_runner.graph_dispatcher import make_dispatcher
 
 PROMPTS = [
@@ -459,7 +460,7 @@ def test_the_start_says_what_graphs_took(
     caplog.set_level(logging.INFO, "bateleur")
     drafts = {"draft": random_head, "num_speculative_tokens": 2, "cudagraph_capture_sizes": [3, 6]}
     llm = make("FULL_AND_PIECEWISE", **(drafts if draft else {}))
-    reports = llm.engine.runner.all_graphs.reports
+    reports = llm.engine.runner.graph_reports
     parts = {"forward", "end", "first draft pass", "draft chain", "proposal"} if draft else {"forward", "end"}
     assert set(reports) == parts
     costs, rows = llm.graph_costs, [row for report in reports.values() for row in report.captured]
@@ -514,13 +515,12 @@ def test_f2_graphs_for_drafts_are_counted_and_missed(
 
 def test_a_mode_takes_the_longest_decoding_row_into_account() -> None:
     limits = BatchLimits(4, 64, 64)
-    plan, reason = make_dispatcher(
-        CudaGraphMode.FULL_DECODE_ONLY, [6], limits, GraphSupport.SINGLE_TOKEN, query_lens=(1, 3)
-    )
+    options = GraphOptions(CudaGraphMode.FULL_DECODE_ONLY, capture_sizes=[6])
+    plan, reason = make_dispatcher(options, limits, GraphSupport.SINGLE_TOKEN, query_lens=(1, 3))
     assert plan.mode is CudaGraphMode.PIECEWISE
     assert reason is not None
     assert "decode rows have up to 3 tokens" in reason
-    plan, reason = make_dispatcher(CudaGraphMode.FULL_DECODE_ONLY, [6], limits, GraphSupport.UNIFORM, (1, 3))
+    plan, reason = make_dispatcher(options, limits, GraphSupport.UNIFORM, (1, 3))
     assert reason is None
     assert [key.uniform_query_len for key in plan.keys] == [3, 1]
 

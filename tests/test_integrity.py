@@ -11,7 +11,7 @@ from bateleur.mamba import MambaStateManager
 from bateleur.runner import LLM, SamplingParams
 from bateleur.runner.cache.block_pool import BlockPool
 from bateleur.runner.engine.engine import Engine
-from bateleur.runner.requests.request_table import RequestTable
+from bateleur.runner.requests.request import RequestTable
 
 PARAMS = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
 

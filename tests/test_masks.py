@@ -14,7 +14,7 @@ import torch
 
 from bateleur.runner import LLM, RequestOutput, SamplingParams
 from bateleur.runner.assets import shipped_draft
-from bateleur.runner.sampling.masks import mask_words
+from bateleur.runner.sampling.token_rules import mask_words
 from bateleur.runner.utils.device import upload
 from scripted import Patterned, Texts
 

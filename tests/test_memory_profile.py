@@ -17,7 +17,7 @@ from bateleur.runner.cache.plan import plan_caches
 from bateleur.runner.cache.tensors import Caches
 from bateleur.runner.config.engine_config import EngineConfig
 from bateleur.runner.engine import memory_profile
-from bateleur.runner.engine.memory_profile import needed_bytes, trial_setup
+from bateleur.runner.engine.memory_profile import DeviceMemory, needed_bytes, trial_setup
 from bateleur.runner.engine.model_runner import ModelRunner
 from bateleur.runner.engine.setup import EngineSetup
 
@@ -26,7 +26,7 @@ SIZES = [1, 2, 3, 4, 5, 6, 7, 8, 12, 16]
 VOCAB, ROWS = 97, 6
 
 
-class Device:
+class Device(DeviceMemory):
     """A device that holds weights and the caches of all existing engines. A step uses `STEPS` bytes for a moment."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:

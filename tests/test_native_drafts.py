@@ -241,7 +241,8 @@ def test_drafts_are_kept_wherever_rows_lie(make_llm: Callable[..., LLM], tiny_he
 
     def kept(plan: StepBatch, staged: Any, features: Any, ended: Any, admitted: Any) -> Any:
         lengths = propose(plan, staged, features, ended, admitted)
-        certain, emitted = verifier.next_tokens(plan), ended.output.token_ids
+        width = verifier.rows.next_ids.shape[1]
+        certain, emitted = verifier.rows.next_ids[plan.rows, 0], ended.packed[:, 2 : 2 + width]
         assert torch.equal(verifier.drafts_of(plan.rows), seen[-1])
         if len(emitted) == len(plan.rows):
             last = (emitted >= 0).sum(1, keepdim=True) - 1

@@ -181,7 +181,7 @@ def test_files_of_another_engine_are_not_believed_where_they_lie(engine: Callabl
     (ours,) = {path for path in (tmp_path / "cache").iterdir() if path.is_dir()} - {theirs}
     shutil.copytree(theirs, ours, dirs_exist_ok=True)
     other.generate([{"prompt_token_ids": [1, 2, 3]}], GREEDY)
-    other.engine.operations.flush_disk()
+    other.engine.operate("flush_disk")
     other.generate([{"prompt_token_ids": [1, 2, 3]}], GREEDY)
     assert ids(other.generate(PROMPTS, GREEDY)) == said
     stats = other.get_metrics().offload
@@ -192,10 +192,10 @@ def test_files_of_another_engine_are_not_believed_where_they_lie(engine: Callabl
 def test_what_one_engine_writes_another_finds(engine: Callable[..., LLM]) -> None:
     first, second = engine(), engine()
     said = ids(first.generate(PROMPTS, GREEDY))
-    first.engine.operations.flush_disk()
+    first.engine.operate("flush_disk")
     for _ in range(3):  # steps, in which the engine looks at the folder
         second.generate([{"prompt_token_ids": [1, 2, 3]}], GREEDY)
-        second.engine.operations.flush_disk()
+        second.engine.operate("flush_disk")
     again = second.generate(PROMPTS[:1], GREEDY)
     assert (ids(again), found(again)) == (said[:1], [48])
 
@@ -268,7 +268,7 @@ def test_a_full_disk_is_counted_and_changes_nothing(
 
     monkeypatch.setattr("os.replace", full)
     assert ids(llm.generate(PROMPTS, GREEDY)) == said
-    llm.engine.operations.flush_disk()
+    llm.engine.operate("flush_disk")
     stats = llm.get_metrics().offload
     assert stats is not None
     assert stats.unwritten_files > 3
@@ -299,7 +299,7 @@ def test_what_went_wrong_is_not_on_the_disk(engine: Callable[..., LLM], tmp_path
     llm = engine()
     embedding = llm.engine.model.embedding
     llm.generate([{"prompt_token_ids": TOKENS[:25]}], SamplingParams(temperature=0, max_tokens=1))
-    llm.engine.operations.flush_disk()
+    llm.engine.operate("flush_disk")
     assert files(tmp_path)
     kept = embedding[TOKENS[30]].clone()
     embedding[TOKENS[30]] = torch.nan

@@ -146,7 +146,7 @@ def test_a_disk_that_takes_nothing_of_one_rank(
         theirs.rmdir()
         theirs.write_bytes(b"")
         assert ids(llm.generate(PROMPTS, GREEDY)) == wanted
-        llm.engine.operations.flush_disk()
+        llm.engine.operate("flush_disk")
         stats = llm.get_metrics().offload
         assert stats is not None
         assert stats.unwritten_files > 3

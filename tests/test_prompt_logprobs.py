@@ -12,7 +12,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from bateleur.runner import LLM, RequestOutput, SamplingParams
-from bateleur.runner.sampling import prompt_logprobs
+from bateleur.runner.engine import engine
+from bateleur.runner.sampling import logprobs
 from eagle_doubles.drafters import RandomDrafter
 from scripted import RECURRENCES
 
@@ -105,11 +106,11 @@ def test_they_are_those_of_transformers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """In chunks of five tokens, together with decoding rows."""
-    monkeypatch.setattr(prompt_logprobs, "_LOGITS_AT_ONCE", 5 * V)
+    monkeypatch.setattr(logprobs, "_LOGITS_AT_ONCE", 5 * V)
     llm, slices = make(**CASES[case]), []
     logits = llm.engine.model.logits
     monkeypatch.setattr(
-        llm.engine.runner.prompt_logprobs._model,
+        llm.engine.model,
         "logits",
         lambda hidden: slices.append(len(hidden)) or logits(hidden),  # type: ignore[func-returns-value]
     )
@@ -135,14 +136,14 @@ def test_a_prompt_that_was_preempted_is_told_once(
     """Also if the step failed."""
     llm = sized(make, 17, max_num_batched_tokens=9, max_num_seqs=5)
     scored: list[int] = []
-    score = llm.engine.runner.prompt_logprobs.score
+    score = engine.score_prompts
 
-    def listen(plan: Any, hidden: torch.Tensor) -> Any:
-        found = score(plan, hidden)
+    def listen(*args: Any) -> Any:
+        found = score(*args)
         scored.append(0 if found is None else len(found.token_ids))
         return found
 
-    monkeypatch.setattr(llm.engine.runner.prompt_logprobs, "score", listen)
+    monkeypatch.setattr(engine, "score_prompts", listen)
     for prompt, params in zip(prompts, PARAMS, strict=True):
         llm.add_request(prompt, params)
     outputs: list[RequestOutput] = []

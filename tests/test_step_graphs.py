@@ -110,8 +110,8 @@ def test_what_no_row_asks_for_is_in_no_graph_of_the_step(
     llm = make(**GRAPHS)
     assert set(held) == {None, False, True}
     ends = llm.engine.runner.ends
-    run = ends.graphs.run
-    monkeypatch.setattr(ends.graphs, "run", lambda staged, hidden, kind: ran.append(kind) or run(staged, hidden, kind))
+    run = ends.replay
+    monkeypatch.setattr(ends, "replay", lambda staged, hidden, kind: ran.append(kind) or run(staged, hidden, kind))
     wanted, eager = {}, make()
     for kind, draws in (
         ("greedy", {"temperature": 0.0}),
@@ -177,11 +177,11 @@ def test_replays_of_every_kind_of_graph_equal_eager_runs(
     assert {each.part for each in report.comparisons} == {"forward", "end", "draft chain", "proposal"}
     proposer, ids = engine.runner.proposer, engine.runner.ends.sampler.rows.next_ids
     facts = describe_graphs(tiny_hybrid, **SIZES | GRAPHS | case | {"draft": tiny_head})
-    captured = (engine.runner.graphs.manager, engine.runner.ends.graphs.manager, proposer.graphs.manager)
+    captured = (engine.runner.graphs.manager, engine.runner.ends.manager, proposer.graphs.manager)
     assert [list(each.ready) for each in captured] == [
         list(keys) for keys in (facts.plan.keys, facts.ends, facts.proposals)
     ]
-    for part, graphs in (("end", engine.runner.ends.graphs), ("proposal", proposer.graphs)):
+    for part, graphs in (("end", engine.runner.ends), ("proposal", proposer.graphs)):
         key, record = next(iter(graphs.manager._captured.items()))
         run = record.graph.replay
 

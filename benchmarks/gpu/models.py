@@ -86,9 +86,7 @@ def described(llm: LLM) -> HybridDecoder:
 
 def check_captures(job: Job, name: str, llm: LLM) -> dict[str, Any]:
     """Record whether every planned graph was captured, and return what captures took: graphs, seconds, gigabytes."""
-    managers = {"forward": llm.engine.runner.graphs.manager, "end": None}
-    if llm.engine.runner.ends.graphs is not None:
-        managers["end"] = llm.engine.runner.ends.graphs.manager  # type: ignore[assignment]
+    managers = {"forward": llm.engine.runner.graphs.manager, "end": llm.engine.runner.ends.manager}
     facts: dict[str, Any] = {}
     for part, manager in managers.items():
         if manager is not None:

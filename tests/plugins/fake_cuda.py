@@ -59,8 +59,7 @@ from bateleur.metadata.backends.paged import TritonBackend
 from bateleur.runner import LLM, RequestOutput, SamplingParams
 from bateleur.runner.distributed.ranks import Ranks
 from bateleur.runner.engine.engine import Engine
-from bateleur.runner.engine.logprobs_processor import LogprobsProcessor
-from bateleur.runner.engine.output_processor import EmittedTokens, OutputProcessor
+from bateleur.runner.engine.output_processor import EmittedTokens, LogprobsProcessor, OutputProcessor
 from bateleur.runner.engine.step_in_flight import StepInFlight
 from bateleur.runner.models import HybridDecoder
 from bateleur.runner.models.rope import RopeSpec
@@ -75,8 +74,7 @@ from bateleur.runner.models.spec import (
     ParallelLayer,
     RouterSpec,
 )
-from bateleur.runner.sampling.prompt_logprobs import PendingPromptLogprobs
-from bateleur.runner.sampling.rejection_sampler import SamplerOutput
+from bateleur.runner.sampling.logprobs import PendingPromptLogprobs
 from gpus import Gpus
 from quick_fakes import QuickFakes, leaves_of
 
@@ -449,8 +447,7 @@ class FakeCuda:
         def emit_invented(
             outputs: OutputProcessor, flight: StepInFlight, present: NDArray[np.bool_] | None
         ) -> EmittedTokens:
-            assert flight.output is not None
-            arrays = self._invent(flight, flight.output)
+            arrays = self._invent(flight)
             flight.fetched = SimpleNamespace(wait=lambda: arrays)  # type: ignore[assignment]
             return emit(outputs, flight, present)
 
@@ -465,20 +462,20 @@ class FakeCuda:
         patch.setattr("bateleur.runner.sampling.grammar_masks.pinned", pin)
         patch.setattr("bateleur.runner.lora.adapter_pool.pinned", pin)
 
-    def _invent(self, flight: StepInFlight, output: SamplerOutput) -> list[NDArray[Any]]:
+    def _invent(self, flight: StepInFlight) -> list[NDArray[Any]]:
         """The values that `StepInFlight.fetched` returns: counts, bad flags, tokens, drafts, and log probabilities."""
-        drawing, width = output.sampled, output.width
+        (rows, columns), *shapes = flight.fetched.shapes  # type: ignore[union-attr]
+        drawing, width = flight.batch.index.sampled, columns // 2
         most = np.where(drawing < flight.batch.num_decodes, 1 + flight.num_drafts[drawing], 1)
-        rows = len(drawing)
         counts = self._random.integers(1, most + 1)
         tokens = self._random.integers(1, self._spec.vocab_size, (rows, width))
         tokens[np.arange(width) >= counts[:, None]] = -1
         drafts = np.ones((rows, width - 1), np.int64)
         arrays: list[NDArray[Any]] = [np.column_stack((counts, np.zeros_like(counts), tokens, drafts))]
-        if (found := output.logprobs) is not None:
-            ids = np.broadcast_to(np.arange(found.top_ids.shape[1]), found.top_ids.shape)
-            arrays += [ids, np.full(found.top_values.shape, -1.0)]
-            arrays += [np.full(found.sampled.shape, -1.0), np.ones(found.rank.shape, np.int64)]
+        if shapes:
+            top_ids, top_values, sampled, rank = shapes
+            ids = np.broadcast_to(np.arange(top_ids[1]), top_ids)
+            arrays += [ids, np.full(top_values, -1.0), np.full(sampled, -1.0), np.ones(rank, np.int64)]
         return arrays
 
 

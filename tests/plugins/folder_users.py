@@ -36,7 +36,7 @@ def _use(options: dict[str, Any], prompts: list[Tokens], order: list[int], link:
         for number in order:
             (output,) = llm.generate([{"prompt_token_ids": prompts[number]}], params)
             said.append(output.outputs[0].token_ids)
-            llm.engine.operations.flush_disk()
+            llm.engine.operate("flush_disk")
     stats = llm.get_metrics().offload
     assert stats is not None
     link.send(Used(said, stats.disk_hit_tokens, dict(stats.refused), stats.written_bytes))

@@ -1,8 +1,7 @@
 """Drives a scheduler without a model: tokens are drawn by a counter."""
 
 from bateleur.runner.cache.block_pool import BlockPool
-from bateleur.runner.requests.request import Request
-from bateleur.runner.requests.request_table import RequestTable
+from bateleur.runner.requests.request import Request, RequestTable
 from bateleur.runner.sampling_params import SamplingParams
 from bateleur.runner.scheduling.scheduler import Scheduler
 from bateleur.runner.scheduling.step_batch import StepBatch

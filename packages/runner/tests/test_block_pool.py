@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import random
+from hashlib import blake2b
 
 import numpy as np
 import pytest
 
 from bateleur.runner.cache.block_pool import BlockPool
-from bateleur.runner.requests.prefix_keys import PrefixKeys
+from bateleur.runner.requests.prefix_keys import KEY_BYTES, PrefixKeys
 
 
 def test_a_published_block_is_found_until_memory_is_needed() -> None:
@@ -102,6 +103,16 @@ def test_f3_a_key_ahead_covers_the_next_token() -> None:
     assert ours.blocks(tokens, 1, 3) == [ours.of(tokens, 16), ours.of(tokens, 24)]
 
 
+def test_a_name_is_the_digest_of_the_one_before_and_the_tokens() -> None:
+    ids = np.arange(40, dtype=np.int32)
+    keys = PrefixKeys(16)
+    key = blake2b(ids[:16].tobytes(), digest_size=KEY_BYTES).digest()
+    assert keys.of(ids, 16) == key
+    assert keys.of(ids, 32) == blake2b(key + ids[16:32].tobytes(), digest_size=KEY_BYTES).digest()
+    with pytest.raises(AssertionError, match="blocks are full"):
+        keys.of(ids, 48)
+
+
 def test_what_is_filled_is_found_and_its_end_is_forgotten_first() -> None:
     pool = BlockPool(5)
     (here,) = pool.allocate(1)
@@ -132,8 +143,8 @@ def test_what_does_not_fit_is_not_filled_at_all() -> None:
 def test_of_equal_blocks_that_are_published_together_the_first_is_kept() -> None:
     pool = BlockPool(5)
     blocks = pool.allocate(4)
-    pool.insert_all(blocks, ["a", "b", "a", "c"])
+    assert [pool.insert(block, key) for block, key in zip(blocks, "abac", strict=True)] == [True, True, False, True]
     assert [pool.find(key) for key in "abc"] == [blocks[0], blocks[1], blocks[3]]
     assert pool.num_cached == 3
     with pytest.raises(AssertionError, match="inserted once"):
-        pool.insert_all(blocks[:1], ["d"])
+        pool.insert(blocks[0], "d")

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from bateleur.runner.requests.request_table import RequestTable
-from bateleur.runner.spec_decode.draft_planner import DraftPlanner
+from bateleur.runner.requests.request import RequestTable
+from bateleur.runner.spec_decode.proposer import plan_drafts
 
 ROWS, MAX_MODEL_LEN, MAX_DRAFTED_LEN, K = 9, 60, 50, 4
 
@@ -43,7 +43,7 @@ def test_a_row_tests_the_proposed_drafts_that_are_useful(graphed: tuple[int, ...
     waiting = padded = 0
     for seed in range(60):
         table, sampling = table_of(seed), Sampling()
-        planner = DraftPlanner(
+        plan_drafts(
             table,
             sampling,  # type: ignore[arg-type]
             K,
@@ -51,7 +51,6 @@ def test_a_row_tests_the_proposed_drafts_that_are_useful(graphed: tuple[int, ...
             graphed,
             waits_for_length=waits_for_length,
         )
-        planner.plan()
         useful = np.minimum(table.limit - 1, MAX_DRAFTED_LEN) - table.num_tokens
         wanted = [max(0, min(int(table.num_proposed[row]), int(useful[row]))) for row in range(7)]
         assert table.num_drafts.tolist() == [*wanted, 3, 0]

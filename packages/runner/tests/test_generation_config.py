@@ -63,7 +63,7 @@ def test_llm_takes_it_for_requests_without_parameters() -> None:
     default = llm.get_default_sampling_params()
     assert default == SamplingParams(**recommended_sampling(shipped_model()))
     assert default != SamplingParams()
-    (group,) = llm._requests("x", None)
+    (group,) = llm._input_processor.requests("x", None, taken=())
     assert group.members[0].params is default
     name = llm.add_request("x")
     assert llm.engine.registry.requests[name].members[0].params is default

@@ -9,7 +9,7 @@ import torch
 
 from bateleur.cudagraph import CudaGraphMode
 from bateleur.metadata import GraphSupport
-from bateleur.runner.cache.workspace import workspace_bytes
+from bateleur.runner.cache.costs import workspace_bytes
 from bateleur.runner.config.engine_config import EngineConfig
 from bateleur.runner.config.graph_options import GraphOptions
 from bateleur.runner.config.limits import EngineLimits
@@ -108,7 +108,7 @@ def test_caches_of_a_given_size_leave_the_rest_to_steps(monkeypatch: pytest.Monk
 def test_every_batch_that_decodes_has_a_graph_by_default(mode: CudaGraphMode, rows: int, drafts: int) -> None:
     limits = EngineLimits(131_072, rows, max(8192, rows * (1 + drafts)), drafts)
     lengths = sorted({1, 1 + drafts})
-    plan, reason = make_dispatcher(mode, None, limits.buffers, GraphSupport.ALWAYS, lengths)
+    plan, reason = make_dispatcher(GraphOptions(mode), limits.buffers, GraphSupport.ALWAYS, lengths)
     assert reason is None
     for length in lengths:
         coverage = plan.coverage(rows, length)

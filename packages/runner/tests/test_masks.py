@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from bateleur.runner.sampling.masks import forbid_, mask_words
 from bateleur.runner.sampling.rejection_sampler import draw
 from bateleur.runner.sampling.sampler import Sampler
+from bateleur.runner.sampling.token_rules import forbid_, mask_words
 from bateleur.runner.sampling_params import SamplingParams
 
 

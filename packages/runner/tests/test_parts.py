@@ -12,9 +12,9 @@ from torch import Tensor
 
 from bateleur.eagle import VocabShard
 from bateleur.runner.sampling.logprobs import Logprobs
-from bateleur.runner.sampling.masks import mask_words
 from bateleur.runner.sampling.rejection_sampler import draw
 from bateleur.runner.sampling.sampler import Sampler
+from bateleur.runner.sampling.token_rules import mask_words
 from bateleur.runner.sampling_params import SamplingParams
 from together import Together, at_once, parts_of
 

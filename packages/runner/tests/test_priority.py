@@ -8,7 +8,7 @@ import pytest
 
 from bateleur.runner import LLM, SamplingParams
 from bateleur.runner.requests.request import Request
-from bateleur.runner.scheduling.request_queue import RequestQueue, service_order
+from bateleur.runner.scheduling.scheduler import service_order
 
 alone = importlib.import_module("scheduler_alone")
 
@@ -21,32 +21,27 @@ def make(name: str, priority: int, prompt_len: int = 4, max_tokens: int = 2) -> 
 
 def test_a_queue_is_a_sorted_list_whatever_happens() -> None:
     """Against a list that is sorted anew each time: arrivals, removals of any, returns to the old place."""
-    rng, queue = random.Random(3), RequestQueue()
+    rng, scheduler = random.Random(3), alone.make_scheduler(1, 32, budget=8)
     known: list[Request] = []
     taken: list[Request] = []
-    for arrival in range(3000):
+    for step in range(3000):
         what = rng.random()
         if what < 0.45:
-            request = make(str(arrival), rng.randrange(-2, 3))
-            request.arrival = arrival
+            scheduler.add(request := make(str(step), rng.randrange(-2, 3)))
         elif what < 0.6 and taken:
-            request = taken.pop(rng.randrange(len(taken)))
+            scheduler._wait(request := taken.pop(rng.randrange(len(taken))))
         elif what < 0.8 and known:
-            queue.remove(known.pop(rng.randrange(len(known))))
+            scheduler.remove(known.pop(rng.randrange(len(known))))
             continue
         elif known:
-            assert queue.first is known[0]
-            taken.append(queue.pop())
+            taken.append(scheduler.waiting.pop(0))
             assert taken[-1] is known.pop(0)
             continue
         else:
             continue
-        queue.add(request)
         known.append(request)
         known.sort(key=service_order)
-        assert len(queue) == len(known)
-    assert list(queue) == known
-    assert len(queue._heap) <= 2 * len(queue) + 17, "what was removed does not pile up"
+    assert scheduler.waiting == known
 
 
 def test_lower_numbers_go_first_and_equal_ones_in_their_order() -> None:

@@ -8,7 +8,7 @@ import torch
 
 from bateleur.runner.cache.block_pool import BlockPool
 from bateleur.runner.engine.output_processor import append_tokens
-from bateleur.runner.requests.request_table import RequestTable
+from bateleur.runner.requests.request import RequestTable
 from bateleur.runner.scheduling.scheduler import Scheduler
 from bateleur.runner.scheduling.step_batch import StepBatch
 

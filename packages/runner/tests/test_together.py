@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -12,7 +10,7 @@ from bateleur.cudagraph import BatchExecutionDescriptor, CudaGraphMode, VerifyRe
 from bateleur.cudagraph.verify import ReplayComparison
 from bateleur.runner.distributed.agreement import run_on_all_ranks
 from bateleur.runner.distributed.ranks import Ranks
-from bateleur.runner.engine.operations import EngineOperations
+from bateleur.runner.engine.engine import joint_report
 from bateleur.runner.errors import PrefixRefused
 from together import OneOf, Together, at_once
 
@@ -67,9 +65,7 @@ def test_a_graph_that_fails_on_one_rank_fails(three: Together) -> None:
 
     def run(rank: int) -> list[str | None]:
         found = [ReplayComparison(key, 0.0), ReplayComparison(key, 1.0, "here" if rank == 2 else None)]
-        model: Any = SimpleNamespace(ranks=Ranks(rank, 3, "none"), exchange=None)
-        nobody: Any = None
-        operations = EngineOperations(nobody, nobody, lambda fuzz: VerifyReport(tuple(found[:fuzz])), model)
-        return [each.failure for each in operations._verify(2).comparisons]
+        report = joint_report(VerifyReport(tuple(found)), Ranks(rank, 3, "none"))
+        return [each.failure for each in report.comparisons]
 
     assert at_once(three, run) == [[None, "another rank's part differs"]] * 2 + [[None, "here"]]

@@ -105,7 +105,7 @@ def test_what_rules_hold_follows_what_requests_bring() -> None:
     neighbours have rules keeps the bits of its logits."""
     rows, width = 64, 250_000
     state = Sampler(rows + 1, width, "cpu")
-    rules = state._rules
+    rules = state.rules
     assert rules._allowed is None
     ids = range(0, width, 25)
     params = SamplingParams(temperature=0, allowed_token_ids=ids, logit_bias={25: 3.0, width - 25: 1.0})

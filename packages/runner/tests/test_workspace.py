@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from bateleur.runner.cache.workspace import graph_bytes, workspace_bytes
+from bateleur.runner.cache.costs import graph_bytes, workspace_bytes
 from bateleur.runner.config.engine_config import CacheConfig
 from bateleur.runner.config.limits import EngineLimits
 from bateleur.runner.distributed.ranks import Ranks

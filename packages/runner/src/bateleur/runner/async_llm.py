@@ -1,7 +1,5 @@
 """`AsyncLLM`: an `LLM` in its own thread, for many callers in event loops."""
 
-from __future__ import annotations
-
 import asyncio
 import weakref
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -9,8 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
-from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 from bateleur.runner.engine.input_processor import Prompt
 from bateleur.runner.engine_thread import EngineThread, OutputReader
@@ -26,13 +23,9 @@ from bateleur.runner.utils.arguments import Integer, maybe, text
 
 T = TypeVar("T")
 
-_ADMITTING_THREADS = 4
-"""Maximum number of prompts tokenised at once."""
-_COMPILING_THREADS = 2
-"""Maximum number of requests whose grammars are compiled at once. A grammar may take seconds, so other requests do not
-queue with these."""
-_LONG_THREADS = 2
-"""Maximum number of texts of unbounded length tokenised at once. One may take half a minute."""
+_THREADS = {"admission": 4, "grammars": 2, "long-texts": 2}
+"""Maximum numbers of requests that are prepared at once, by what takes the time. Compiling a grammar may take seconds,
+and tokenising a text of unbounded length half a minute, so prompts must not queue with these."""
 
 
 class AsyncLLM:
@@ -60,9 +53,7 @@ class AsyncLLM:
             self.llm.tokenizer.encode("once")  # initialises the tokenizer before several threads use it
         self._closing = False
         self._admission_limit = self._thread.admission_limit
-        self._admitting = ThreadPoolExecutor(_ADMITTING_THREADS, "bateleur-admission")
-        self._compiling = ThreadPoolExecutor(_COMPILING_THREADS, "bateleur-grammars")
-        self._long = ThreadPoolExecutor(_LONG_THREADS, "bateleur-long-texts")
+        self._executors = {name: ThreadPoolExecutor(most, f"bateleur-{name}") for name, most in _THREADS.items()}
         self._end = weakref.finalize(self, self._thread.stop_and_join)
 
     @property
@@ -75,8 +66,6 @@ class AsyncLLM:
         """Number of requests being tokenised, waiting or running."""
         return len(self._admission_limit)
 
-    # --- requests -----------------------------------------------------------------------------------------
-
     async def generate(
         self,
         prompt: Prompt,
@@ -87,10 +76,8 @@ class AsyncLLM:
         lora_request: LoRARequest | None = None,
     ) -> AsyncIterator[RequestOutput]:
         """Yield outputs after each step of the request, as `output_kind` says, until it ends.
-
         A slow reader gets fewer outputs; deltas are merged. Leaving the iterator aborts the request, at the latest when
         the iterator is closed. The request stops within one step.
-
         Raises ValueError if the request could never run, QueueFull, EngineDead; RuntimeError in a forked process.
         """
         reader = await self.submit(
@@ -129,13 +116,11 @@ class AsyncLLM:
                 for prompt, name in zip(prompts, names, strict=True)
             ]
 
-        compiles = getattr(given, "structured_outputs", None) is not None
-        long = getattr(given, "truncate_prompt_tokens", None) is not None
+        executor = "long-texts" if getattr(given, "truncate_prompt_tokens", None) is not None else "admission"
+        if getattr(given, "structured_outputs", None) is not None:
+            executor = "grammars"
         try:
-            if compiles:
-                requests = await self._run_in(self._compiling, prepare)
-            else:
-                requests = await self.run_in_thread(prepare, long=long)
+            requests = await self._run_in(executor, prepare)
         except BaseException:
             self._thread.release(names)
             raise
@@ -160,14 +145,12 @@ class AsyncLLM:
 
     async def run_in_thread(self, function: Callable[[], T], *, long: bool = False) -> T:
         """Run a function that takes long but is not a step, such as tokenisation, outside of the event loop.
-
         long: whether it may take much longer than tokenising the longest prompt, so that prompts must not wait for it.
         """
-        return await self._run_in(self._long if long else self._admitting, function)
+        return await self._run_in("long-texts" if long else "admission", function)
 
-    @staticmethod
-    async def _run_in(threads: ThreadPoolExecutor, function: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(threads, function)
+    async def _run_in(self, executor: str, function: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._executors[executor], function)
 
     async def add_lora(self, lora_request: LoRARequest) -> None:
         """Load an adapter; see `LLM.add_lora`."""
@@ -181,8 +164,6 @@ class AsyncLLM:
         """Return folders of loaded adapters by name; see `LLM.list_loras`."""
         return await self.inspect(lambda llm: llm.list_loras())
 
-    # --- the engine ---------------------------------------------------------------------------------------
-
     async def inspect(self, look: Callable[[LLM], T]) -> T:
         """Return `look(llm)`. It is called between two steps, or after the engine has ended."""
         return await asyncio.wrap_future(self._thread.call(look))
@@ -192,10 +173,8 @@ class AsyncLLM:
         return await self.inspect(lambda llm: deepcopy(llm.get_metrics()))
 
     async def close(self, *, drain: bool = False) -> None:
-        """Refuse new requests and end the engine.
-
-        `drain`: finish all requests first; else abort them before the next step.
-        It may be called a second time while the first call drains.
+        """Refuse new requests and end the engine. `drain`: finish all requests first; else abort them before the next
+        step. It may be called a second time while the first call drains.
         """
         self._closing = True
         self._thread.stop(drain=drain)
@@ -203,14 +182,11 @@ class AsyncLLM:
 
     def _join(self) -> None:
         self._thread.join()
-        self._admitting.shutdown()
-        self._compiling.shutdown()
-        self._long.shutdown()
+        for executor in self._executors.values():
+            executor.shutdown()
 
-    async def __aenter__(self) -> AsyncLLM:
+    async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()

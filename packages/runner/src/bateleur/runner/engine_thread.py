@@ -1,18 +1,17 @@
 """The thread that calls an `LLM`, and the readers that pass its outputs to event loops."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from functools import partial
+from itertools import count
 from threading import Event, Lock, Thread, current_thread
 from typing import TypeVar
 
-from bateleur.runner.engine.admission_limit import AdmissionLimit
-from bateleur.runner.errors import EngineDead
+from bateleur.runner.engine.request_registry import require_new
+from bateleur.runner.errors import EngineDead, QueueFull
 from bateleur.runner.llm import LLM
 from bateleur.runner.outputs import RequestOutput
 from bateleur.runner.requests.request_group import RequestGroup
@@ -27,9 +26,46 @@ _EXIT_SECONDS = 1.0
 _log = logging.getLogger(__name__)
 
 
+class AdmissionLimit:
+    """Limits the number of live requests, and reserves their ids from before tokenization until they end."""
+
+    def __init__(self, running: int, waiting: int) -> None:
+        self._running, self._waiting = running, waiting
+        self._taken: dict[str, int] = {}
+        self._lock = Lock()
+        self._names = (f"request-{i}" for i in count(1))
+
+    def __len__(self) -> int:
+        return len(self._taken)
+
+    def take(self, names: Sequence[str | None], size: int) -> list[str]:
+        """Admit requests, all or none, and return their ids. Requests without an id get one.
+        Each counts as `size` sequences. Raises QueueFull if there is no room now, and ValueError if there never will
+        be, or for an id that is in use.
+        """
+        wanted, room = size * len(names), self._running + self._waiting
+        if wanted > room:
+            raise ValueError(
+                f"{wanted} sequences are asked for at once; max_num_seqs and max_queued_requests leave room for {room}"
+            )
+        with self._lock:
+            if sum(self._taken.values()) + wanted > room:
+                raise QueueFull(f"{self._waiting} requests are waiting already, which is max_queued_requests")
+            given = [name for name in names if name is not None]
+            require_new(given, self._taken)
+            free = (name for name in self._names if name not in self._taken and name not in given)
+            taken = [next(free) if name is None else name for name in names]
+            self._taken |= dict.fromkeys(taken, size)
+        return taken
+
+    def release(self, name: str) -> None:
+        """Free the id of a request that has ended or was refused."""
+        with self._lock:
+            self._taken.pop(name, None)
+
+
 class OutputReader:
     """Outputs of one caller's requests, passed to its event loop.
-
     If a request produces outputs faster than they are read, they are merged, so that at most one per request is queued.
     """
 
@@ -47,11 +83,9 @@ class OutputReader:
     def deliver(self, output: RequestOutput) -> bool:
         """Add an output, in the engine thread. Returns whether `wake` must be scheduled in the reader's event loop."""
         with self._lock:
-            name = output.request_id
-            if name in self._arrived:
-                self._arrived[name].add(output)
-            else:
-                self._arrived[name] = output
+            queued = self._arrived.setdefault(output.request_id, output)
+            if queued is not output:
+                queued.add(output)
             return self._needs_wake()
 
     def fail(self, error: Exception) -> bool:
@@ -70,7 +104,6 @@ class OutputReader:
 
     async def read(self) -> list[RequestOutput]:
         """Return the outputs since the last call, at least one; [] if all requests have ended.
-
         Raises EngineDead if the engine has ended.
         """
         if not self.unfinished:
@@ -91,10 +124,8 @@ class OutputReader:
 
 class EngineThread(Thread):
     """Creates an `LLM` in this thread and runs its steps while there are requests.
-
     The model is created in the thread that runs it: OpenMP has a team of threads for each thread that computes, and two
     teams compete for cores (a step took twice as long on 2 cores).
-
     Other threads post actions to an inbox, which is processed between two steps. If a step raises, its requests are
     recomputed. After `MAX_FAILURES` failed steps in a row the thread ends and `error` has the cause.
     """
@@ -104,7 +135,6 @@ class EngineThread(Thread):
     """Ids of all requests, including those being tokenised."""
 
     def __init__(self, make: Callable[[], LLM], max_queued_requests: int) -> None:
-        """Call `open` before any other method."""
         super().__init__(name="bateleur-engine", daemon=True)
         self._make: Callable[[], LLM] | None = make
         self._device = current_device()  # so that "cuda" means the caller's current GPU
@@ -132,18 +162,15 @@ class EngineThread(Thread):
                 self.join()
             raise
 
-    # --- from any thread ----------------------------------------------------------------------------------
-
     def add(self, requests: list[RequestGroup], reader: OutputReader) -> Future[None]:
         """Run these requests and report to this reader. No other request may have their ids.
-
         The future ends when they are queued. It raises the ValueError of a LoRA adapter that can't be loaded.
         """
         names, queued = tuple(reader.unfinished), Future[None]()
 
         def refuse(dead: EngineDead) -> None:
             self._refuse(names, reader, dead)
-            _set(queued, None)
+            _settle(queued, lambda: None)
 
         self._post(partial(self._add, requests, names, reader, queued), refuse)
         return queued
@@ -161,7 +188,7 @@ class EngineThread(Thread):
     def call(self, function: Callable[[LLM], T]) -> Future[T]:
         """Return a future of `function(llm)`, called between two steps, or at once if the engine has ended."""
         future: Future[T] = Future()
-        settle = partial(_settle, future, function, self.llm)
+        settle = partial(_settle, future, partial(function, self.llm))
         self._post(settle, lambda dead: settle())
         return future
 
@@ -185,7 +212,7 @@ class EngineThread(Thread):
                 return
         otherwise(self.ended)
 
-    # --- in the thread ------------------------------------------------------------------------------------
+    # Called in this thread.
 
     def run(self) -> None:
         """Create the `LLM` and run steps until the thread is stopped or the engine is dead."""
@@ -223,7 +250,6 @@ class EngineThread(Thread):
             self._end()
 
     def _run_once(self) -> bool:
-        """Process the inbox, then run one step or wait. Returns whether to continue."""
         while self._inbox:
             action, _ = self._inbox.popleft()
             action()
@@ -251,7 +277,6 @@ class EngineThread(Thread):
             return []
 
     def _deliver(self, outputs: Iterable[RequestOutput]) -> None:
-        """Pass outputs to their readers, and wake each event loop once."""
         asleep: dict[asyncio.AbstractEventLoop, list[OutputReader]] = {}
         for output in outputs:
             reader = self._readers.get(output.request_id)
@@ -269,6 +294,7 @@ class EngineThread(Thread):
         self, requests: list[RequestGroup], names: tuple[str, ...], reader: OutputReader, queued: Future[None]
     ) -> None:
         self._readers |= dict.fromkeys(names, reader)
+        running = queued.set_running_or_notify_cancel()
         try:
             self.llm.add_prepared(*requests)
         except ValueError as error:
@@ -276,9 +302,11 @@ class EngineThread(Thread):
                 raise
             for name in names:
                 self._forget(name)
-            _set(queued, error)
+            if running:
+                queued.set_exception(error)
         else:
-            _set(queued, None)
+            if running:
+                queued.set_result(None)
 
     def _abort(self, names: tuple[str, ...]) -> None:
         self._deliver([self.llm.abort(name) for name in names if name in self._readers])
@@ -308,16 +336,6 @@ class EngineThread(Thread):
         self._readers.clear()
 
 
-def _set(future: Future[None], error: Exception | None) -> None:
-    """End a future with `error`, or successfully if it is None, unless its owner has cancelled it."""
-    if not future.set_running_or_notify_cancel():
-        return
-    if error is None:
-        future.set_result(None)
-    else:
-        future.set_exception(error)
-
-
 def _wake_all(loop: asyncio.AbstractEventLoop, readers: list[OutputReader]) -> bool:
     """Schedule `wake` in an event loop. Returns False if the loop was closed."""
     try:
@@ -332,11 +350,12 @@ def _wake(readers: list[OutputReader]) -> None:
         reader.wake()
 
 
-def _settle(future: Future[T], function: Callable[[LLM], T], llm: LLM) -> None:
+def _settle(future: Future[T], function: Callable[[], T]) -> None:
+    """End a future with the result of a function, or its error, unless the future was cancelled."""
     if not future.set_running_or_notify_cancel():
         return
     try:
-        future.set_result(function(llm))
+        future.set_result(function())
     except Exception as error:
         future.set_exception(error)
 

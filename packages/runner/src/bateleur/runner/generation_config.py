@@ -1,7 +1,5 @@
 """Default sampling parameters of a checkpoint (`generation_config.json`), read as in vLLM."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,17 +14,15 @@ _NAMES = {
 }
 """Fields of the file and the sampling parameters that they set."""
 _NOT_SAMPLING = ("do_sample", "eos_token_id", "bos_token_id", "pad_token_id", "transformers_version")
-"""Fields of the file that are not sampling parameters."""
 
 
 def recommended_sampling(
     folder: Path, generation_config: str = "auto", overrides: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
     """Return the sampling parameters that a checkpoint folder recommends, by name.
-
     generation_config: "auto" reads the file of the folder if there is one, "vllm" reads none, else another folder.
-    overrides: fields of the file or sampling parameters that replace those of the file.
-    Raises ValueError, naming the file, for an invalid value.
+    overrides: fields of the file or sampling parameters that replace those of the file. Raises ValueError, naming the
+    file, for an invalid value.
     """
     source = folder if generation_config == "auto" else Path(generation_config)
     file = source / "generation_config.json"

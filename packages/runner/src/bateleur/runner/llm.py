@@ -1,13 +1,10 @@
 """`LLM`: the synchronous engine, with vLLM's names."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing, suppress
 from inspect import Parameter, Signature
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self, Unpack, cast
 from weakref import finalize
 
@@ -17,18 +14,17 @@ from bateleur.runner.config.engine_config import EngineConfig, all_options
 from bateleur.runner.distributed.ranks import ALONE, Ranks
 from bateleur.runner.engine.engine import Engine
 from bateleur.runner.engine.exclusive_access import ExclusiveAccess, exclusive
-from bateleur.runner.engine.input_processor import InputProcessor, OneOrMoreAdapters, Prompt
+from bateleur.runner.engine.input_processor import InputProcessor, OneOrMoreAdapters, Prompt, checked_adapter
 from bateleur.runner.engine.memory_profile import needed_bytes
 from bateleur.runner.engine.request_registry import RequestRegistry
 from bateleur.runner.engine.setup import EngineSetup, device_of
 from bateleur.runner.errors import EngineDead
 from bateleur.runner.generation_config import recommended_sampling
 from bateleur.runner.lora.adapter_manager import LoRARequest
-from bateleur.runner.model_runner.graph_costs import GraphCosts
 from bateleur.runner.outputs import RequestOutput, RequestOutputKind
 from bateleur.runner.requests.request_group import RequestGroup
 from bateleur.runner.sampling_params import SamplingParams
-from bateleur.runner.stats import EngineStats
+from bateleur.runner.stats import EngineStats, GraphCosts
 from bateleur.runner.text.chat import ChatOptions, render
 from bateleur.runner.text.messages import Message, is_conversation
 from bateleur.runner.utils.arguments import Integer, Several, file, flag, text
@@ -37,6 +33,7 @@ from bateleur.runner.workers.data_parallel import DataParallelCoordinator
 from bateleur.runner.workers.leader import Leader
 
 _FINAL_ONLY = RequestOutputKind.FINAL_ONLY
+_TOKEN_IDS = Several(Integer(0, 2**31 - 1), "a sequence of token ids")
 _log = logging.getLogger(__name__)
 
 
@@ -45,8 +42,7 @@ class LLM:
 
     Only one call runs at a time: a call from a second thread meanwhile, or from a forked process, raises RuntimeError.
     Different threads may call one after the other. If an error or Ctrl-C ends a call, other requests keep their tokens
-    and the next call continues them. During a call, the calling thread's current CUDA device is the
-    engine's.
+    and the next call continues them. During a call, the calling thread's current CUDA device is the engine's.
 
     model: Hugging Face checkpoint folder; None is the model that is shipped with the package.
     options: fields of the configurations in `bateleur.runner.config.engine_config`, by name; `bateleur generate --help`
@@ -79,19 +75,17 @@ class LLM:
         sizes = {name: getattr(self.limits, name) for name in ("max_num_seqs", "max_num_batched_tokens")}
         with explain_out_of_memory(kv_cache_memory_bytes=self.cache_plan.total_bytes, **sizes):
             self.engine = Engine(setup)
-        self.graph_costs = GraphCosts.of(self.engine.runner.all_graphs.reports.values())
-        """Number, time and memory of the CUDA graphs captured at start."""
+        self.graph_costs = GraphCosts.of(self.engine.runner.graph_reports.values())
         if self.graph_costs.num_graphs:
             _log.info("%s", self.graph_costs)
         self._runner: Engine | DataParallelCoordinator = self.engine
         self._registry: RequestRegistry | DataParallelCoordinator = self.engine.registry
         self._input_processor = InputProcessor(self.tokenizer, self.spec, self.limits, self.config)
         model = self.config.model
-        self.default_sampling = recommended_sampling(
-            setup.folder, model.generation_config, model.override_generation_config
-        )
+        overrides = model.override_generation_config
+        self.default_sampling = recommended_sampling(setup.folder, model.generation_config, overrides)
         """Sampling parameters that the checkpoint recommends, by name."""
-        self._default_params = SamplingParams.from_dict(self.default_sampling)
+        self._input_processor.default_params = SamplingParams.from_dict(self.default_sampling)
         self._access = ExclusiveAccess(self.device)
         if (leader := self._leader) is not None:
             leader.begin()
@@ -101,19 +95,16 @@ class LLM:
                 self.engine.registry.send = leader.send
             finalize(self, leader.close)
 
-    # --- start and end -------------------------------------------------------------------------------------
-
     def close(self) -> None:
         """Write pending prefixes to disk and end the processes of other ranks.
-
         Later calls raise; a second `close` does nothing.
         """
-        if self._access.holder is None:
+        if self._access.holder is None and self.engine.offload.disk is not None:
             with suppress(EngineDead):  # no rank can write any more
-                self.engine.operations.flush_disk()
+                self.engine.operate("flush_disk")
         if self._leader is not None:
             self._leader.close()
-        self._access.close()
+        self._access.closed = True
 
     def on_fault(self, callback: Callable[[EngineDead], None]) -> None:
         """Set a callback that runs in its own thread, at most once, when another rank fails or this one hangs."""
@@ -123,12 +114,8 @@ class LLM:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
-
-    # --- batches -------------------------------------------------------------------------------------------
 
     @exclusive
     def generate(
@@ -150,14 +137,18 @@ class LLM:
         lora_request: LoRA adapter of each prompt, or of all; None for the base model.
         """
         flag("use_tqdm", use_tqdm)
-        requests = self._requests(prompts, sampling_params, _FINAL_ONLY, priority, lora_request)
-        results: dict[str, RequestOutput] = {}
+        requests = self._input_processor.requests(
+            prompts,
+            sampling_params,
+            taken=self._registry,
+            kind=_FINAL_ONLY,
+            priority=priority,
+            lora_request=lora_request,
+        )
         from tqdm import tqdm
 
-        with tqdm(total=len(requests), unit="request", disable=not use_tqdm) as bar:
-            for output in self._run(requests):
-                results[output.request_id] = output
-                bar.update(1)
+        outputs = tqdm(self._run(requests), total=len(requests), unit="request", disable=not use_tqdm)
+        results = {output.request_id: output for output in outputs}
         return [results[request.request_id] for request in requests]
 
     def chat(
@@ -170,7 +161,6 @@ class LLM:
         **options: Unpack[ChatOptions],
     ) -> list[RequestOutput]:
         """Apply the checkpoint's chat template to one or several conversations, and `generate` answers.
-
         options: tools, chat_template, add_generation_prompt, continue_final_message, chat_template_kwargs; see
         `bateleur.runner.text.chat.render`, which raises ValueError for malformed messages.
         """
@@ -187,12 +177,14 @@ class LLM:
         lora_request: OneOrMoreAdapters = None,
     ) -> Iterator[RequestOutput]:
         """Run all prompts and yield each request's output after each of its steps, with all text so far.
-
         With `output_kind` DELTA an output has only the new tokens; with FINAL_ONLY each request has one output. Text
         that may still change (an incomplete character, the start of a stop string) is held back. Closing the iterator
         aborts unfinished requests.
         """
-        return self._one_at_a_time(self._run(self._requests(prompts, sampling_params, lora_request=lora_request)))
+        requests = self._input_processor.requests(
+            prompts, sampling_params, taken=self._registry, lora_request=lora_request
+        )
+        return self._one_at_a_time(self._run(requests))
 
     def _one_at_a_time(self, outputs: Generator[RequestOutput]) -> Iterator[RequestOutput]:
         """Yield outputs. Other calls of the `LLM` are allowed between two outputs."""
@@ -230,8 +222,6 @@ class LLM:
     def _restore(self) -> None:
         self._registry.restore()
 
-    # --- single requests -----------------------------------------------------------------------------------
-
     @exclusive
     def add_request(
         self,
@@ -244,17 +234,14 @@ class LLM:
         lora_request: LoRARequest | None = None,
     ) -> str:
         """Queue a request and return its id; `step` returns its outputs.
-
         stream: return outputs after each step, as `output_kind` says, instead of one complete output at the end.
         priority: lower values run first with scheduling_policy "priority".
         """
-        streams = flag("stream", stream)
-        given = self._default_params if sampling_params is None else sampling_params
         request = self._input_processor.request(
             prompt,
-            given,
+            sampling_params,
             request_id=request_id,
-            kind=None if streams else _FINAL_ONLY,
+            kind=None if flag("stream", stream) else _FINAL_ONLY,
             priority=priority,
             taken=self._registry,
             lora_request=lora_request,
@@ -293,17 +280,17 @@ class LLM:
 
     def get_default_sampling_params(self) -> SamplingParams:
         """Return the default parameters of requests: those that the checkpoint recommends."""
-        return self._default_params
+        return self._input_processor.default_params
 
     @exclusive
     def add_lora(self, lora_request: LoRARequest) -> None:
         """Load a LoRA adapter before the first request uses it. Raises ValueError as `AdapterManager.load`."""
-        self.engine.operations.load_adapter(lora_request)
+        self.engine.operate("load_adapter", checked_adapter("lora_request", lora_request))
 
     @exclusive
     def remove_lora(self, lora_name: str) -> None:
         """Unload a LoRA adapter. Raises ValueError if it is not loaded, or unfinished requests use it."""
-        self.engine.operations.unload_adapter(text("lora_name", lora_name))
+        self.engine.operate("unload_adapter", text("lora_name", lora_name))
 
     @exclusive
     def list_loras(self) -> dict[str, Path]:
@@ -311,31 +298,26 @@ class LLM:
         adapters = self.engine.setup.adapters
         return {} if adapters is None else adapters.loaded
 
-    # --- prefixes -----------------------------------------------------------------------------------------
-
     @exclusive
     def export_prefix(self, token_ids: Sequence[int], path: str | Path) -> int:
         """Write the longest cached prefix of a prompt to a safetensors file and return its number of tokens.
-
         The file has keys, values, states, a hash of the tokens and a checksum. With several ranks, `path` is a folder
         (created if missing) to which each rank writes its part. The first export or import reads all weights for their
-        digest.
-        Raises ValueError if prefixes are not cached, or none of this prompt is, and OSError if writing fails.
+        digest. Raises ValueError if prefixes are not cached, or none of this prompt is, and OSError if writing fails.
         """
         ids = np.array(_TOKEN_IDS("token_ids", token_ids), np.int32)
-        return self.engine.operations.export_prefix(ids, file("path", path))
+        num_tokens: int = self.engine.operate("export_prefix", ids, file("path", path))
+        return num_tokens
 
     @exclusive
     def import_prefix(self, path: str | Path) -> int:
         """Add a prefix written by `export_prefix` to the prefix cache and return its number of tokens.
-
         Raises PrefixRefused, a ValueError with the reason, unless the file is complete and of an engine with the same
         weights, dtype, kind of device, kernels, number of ranks, cache layout and versions; ValueError if the caches
         have too little room. With several ranks, a refusal by one rank applies to all.
         """
-        return self.engine.operations.import_prefix(file("path", path))
-
-    # --- preparing requests --------------------------------------------------------------------------------
+        num_tokens: int = self.engine.operate("import_prefix", file("path", path))
+        return num_tokens
 
     def prepare(
         self,
@@ -347,35 +329,18 @@ class LLM:
         lora_request: LoRARequest | None = None,
     ) -> RequestGroup:
         """Return a request for `add_prepared`. Raises ValueError if it could never run.
-
         Any thread may call this at any time. The caller must keep request ids unique.
         """
-        params = self._default_params if sampling_params is None else sampling_params
         return self._input_processor.request(
-            prompt, params, request_id=request_id, priority=priority, lora_request=lora_request
+            prompt, sampling_params, request_id=request_id, priority=priority, lora_request=lora_request
         )
 
     def prepare_structured_outputs(self) -> bool:
         """Load the vocabulary for `structured_outputs` before a request needs it; False if that is not possible."""
-        try:
+        with suppress(ValueError):
             self._input_processor.grammars.prepare()
-        except ValueError:
-            return False
-        return True
-
-    def _requests(
-        self,
-        prompts: Prompt | Sequence[Prompt],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
-        kind: RequestOutputKind | None = None,
-        priority: Sequence[int] | int | None = None,
-        lora_request: OneOrMoreAdapters = None,
-    ) -> list[RequestGroup]:
-        params = self._default_params if sampling_params is None else sampling_params
-        return self._input_processor.requests(prompts, params, kind, priority, lora_request, self._registry)
-
-
-_TOKEN_IDS = Several(Integer(0, 2**31 - 1), "a sequence of token ids")
+            return True
+        return False
 
 
 # The signature that `help(LLM)` shows: every option with its default.

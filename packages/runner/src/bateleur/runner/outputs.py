@@ -1,10 +1,8 @@
 """Outputs of requests, with vLLM's names and fields."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Self
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -63,7 +61,7 @@ class CompletionOutput:
     tags: list[TextTag] = field(default_factory=list)
     """Tags in `text`, in order; empty unless `return_tags` was requested."""
 
-    def add(self, later: CompletionOutput) -> None:
+    def add(self, later: Self) -> None:
         """Append the next delta of the same continuation."""
         before = len(self.text)
         self.tags += (TextTag(tag.start + before, tag.end + before, tag.token_id) for tag in later.tags)
@@ -110,7 +108,7 @@ class RequestOutput:
     """Per prompt token: that token and the `prompt_logprobs` most likely ones. The first entry is None. None unless
     requested."""
 
-    def add(self, later: RequestOutput) -> None:
+    def add(self, later: Self) -> None:
         """Merge the next output of the same request: append deltas, replace all other outputs."""
         mine = {each.index: each for each in self.outputs}
         for each in later.outputs:

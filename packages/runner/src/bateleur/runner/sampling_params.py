@@ -11,6 +11,7 @@ from typing import Any, cast
 from bateleur.runner.outputs import RequestOutputKind
 from bateleur.runner.structured_outputs import StructuredOutputsParams, structured_outputs
 from bateleur.runner.utils.arguments import (
+    Check,
     Integer,
     Number,
     OneOf,
@@ -45,17 +46,16 @@ _BIAS, _BIAS_RULE = Number(-100, 100), "a mapping from token ids to numbers, or 
 _KINDS = OneOf(tuple(kind.name for kind in RequestOutputKind))
 
 
+def _or_none(check: Check) -> Check:
+    """Return a check that takes None for no entries."""
+    return lambda name, value: check(name, () if value is None else value)
+
+
 def _stop(name: str, value: Any) -> tuple[str, ...]:
-    stops: tuple[str, ...] = (
-        (text(name, value),) if isinstance(value, str) else _STOPS(name, () if value is None else value)
-    )
+    stops: tuple[str, ...] = (text(name, value),) if isinstance(value, str) else _or_none(_STOPS)(name, value)
     if sum(map(len, stops)) > MAX_STOP_CHARACTERS:
         refuse(name, value, f"of at most {MAX_STOP_CHARACTERS} characters in all")
     return stops
-
-
-def _stop_ids(name: str, value: Any) -> tuple[int, ...]:
-    return _STOP_IDS(name, () if value is None else value)
 
 
 def _allowed_ids(name: str, value: Any) -> tuple[int, ...]:
@@ -64,10 +64,6 @@ def _allowed_ids(name: str, value: Any) -> tuple[int, ...]:
 
 def _logprob_ids(name: str, value: Any) -> tuple[int, ...] | None:
     return tuple(dict.fromkeys(_STOP_IDS(name, value))) or None
-
-
-def _bad_words(name: str, value: Any) -> tuple[str, ...]:
-    return _BAD_WORDS(name, () if value is None else value)
 
 
 def _is_token_id(value: object) -> bool:
@@ -108,7 +104,6 @@ def _output_kind(name: str, value: Any) -> RequestOutputKind:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams(Checked):
     """Sampling parameters of one request, immutable and checked when made.
-
     Raises ValueError, naming the parameter, for an unknown name or an invalid value.
     """
 
@@ -134,7 +129,7 @@ class SamplingParams(Checked):
     """String or strings that end the text, which is cut before them; at most 4096 characters in all."""
     include_stop_str_in_output: bool = option(False, flag)
     """Keep the stop string, or the text of the stop token, at the end of the text."""
-    stop_token_ids: Sequence[int] = option((), _stop_ids)
+    stop_token_ids: Sequence[int] = option((), _or_none(_STOP_IDS))
     """Token ids that end the request like the end-of-sequence token."""
     ignore_eos: bool = option(False, flag)
     """Continue after the end-of-sequence token."""
@@ -155,7 +150,7 @@ class SamplingParams(Checked):
     """Numbers in [-100, 100] by token id, added to the logits. Ids may be text, as in JSON."""
     allowed_token_ids: Sequence[int] | None = option(None, maybe(_allowed_ids))
     """Draw only these tokens, and no end-of-sequence token unless it is one of them; None: all tokens."""
-    bad_words: Sequence[str] = option((), _bad_words)
+    bad_words: Sequence[str] = option((), _or_none(_BAD_WORDS))
     """Words that are not generated, neither at the start of the text nor after a space: the last token of a word is not
     drawn if the output ends with the other ones."""
     skip_special_tokens: bool = option(True, flag)

@@ -1,28 +1,24 @@
 """Counters of an engine: steps, tokens, requests, and host time by part of a step."""
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import ArrayLike
 
-from bateleur.cudagraph import DispatchCounter
+from bateleur.cudagraph import CaptureReport, DispatchCounter
 from bateleur.eagle import AcceptStats
 
 
 class Histogram:
-    """Counts of observations by bucket, as Prometheus has them.
-
-    bounds: ascending upper bounds of the buckets, inclusive; the last bucket, after them, has none.
-    counts: (len(bounds) + 1,) int64. total: sum of all observations.
+    """Counts of observations by bucket, as Prometheus has them. bounds: ascending upper bounds of the buckets,
+    inclusive; the last bucket, after them, has none. counts: (len(bounds) + 1,) int64. total: sum of all observations.
     """
 
     def __init__(self, bounds: Sequence[float]) -> None:
@@ -55,8 +51,8 @@ class Histogram:
 _STEPS = (1.0, 2.0, 5.0)
 _SECONDS = partial(Histogram, [step * 10.0**power for power in range(-4, 3) for step in _STEPS])
 _TOKENS = partial(Histogram, [step * 10.0**power for power in range(6) for step in _STEPS])
-
-
+_NO_SUMS = frozenset(("bounds", "_bounds", "_pairs"))
+"""Fields of histograms and acceptance counts that are no counters."""
 StepMarks = list[tuple[str, float]]
 """Parts of a step and when they ended, in seconds of `perf_counter`; the first entry is the start."""
 
@@ -115,9 +111,7 @@ class PrefixCacheStats:
     """Tokens looked up and found in the prefix cache since the engine started."""
 
     num_queries: int = 0
-    """Prompt tokens looked up."""
     num_hits: int = 0
-    """Prompt tokens found."""
 
 
 @dataclass(slots=True)
@@ -148,9 +142,7 @@ class EngineStats:
     offload: OffloadStats | None = None
     """Totals of KV offload; None without it."""
     num_running: int = 0
-    """Current number of running requests."""
     num_waiting: int = 0
-    """Current number of waiting requests."""
     kv_cache_usage: float = 0.0
     """Current share of KV blocks held by running requests, in [0, 1]."""
     histograms: RequestHistograms = field(default_factory=RequestHistograms)
@@ -217,5 +209,35 @@ def _add(into: Any, more: Any) -> None:
             _add(ours, theirs)
 
 
-_NO_SUMS = frozenset(("bounds", "_bounds", "_pairs"))
-"""Fields of histograms and acceptance counts that are no counters."""
+@dataclass(frozen=True, slots=True)
+class GraphCosts:
+    """Totals over all graph captures of an engine; `str` is one line for a log.
+    num_graphs: CUDA graphs; a PIECEWISE key has several. num_keys: captured graph keys. num_failed: keys that could not
+    be captured. seconds: host time of warm-ups and captures. nbytes: device memory in bytes.
+    """
+
+    num_graphs: int
+    num_keys: int
+    num_failed: int
+    seconds: float
+    nbytes: int
+
+    @classmethod
+    def of(cls, reports: Iterable[CaptureReport]) -> Self:
+        """Add up the capture reports of all graph managers."""
+        reports = tuple(reports)
+        rows = [row for report in reports for row in report.captured]
+        return cls(
+            num_graphs=sum(row.num_graphs for row in rows),
+            num_keys=len(rows),
+            num_failed=sum(len(report.failures) for report in reports),
+            seconds=sum(report.seconds for report in reports),
+            nbytes=sum(row.nbytes for row in rows),
+        )
+
+    def __str__(self) -> str:
+        failed = f", {self.num_failed} keys failed" if self.num_failed else ""
+        return (
+            f"captured {self.num_graphs:,} graphs for {self.num_keys:,} keys in {self.seconds:.1f} s, "
+            f"{self.nbytes:,} bytes{failed}"
+        )

@@ -1,14 +1,12 @@
 """Reference-counted KV blocks, and the keys (prefix hashes) of those in the prefix cache."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from itertools import takewhile
 
 
 class BlockPool:
     """Allocates block ids 1 .. num_blocks - 1; block 0 is the null block.
-
     A block in the prefix cache keeps its contents and key after its last reference is gone, until it is evicted. The
     block that was freed first is evicted first. Blocks without a key are reused last in, first out, because their
     memory may still be cached, and so that a wrong block table shows soon.
@@ -51,7 +49,6 @@ class BlockPool:
 
     def allocate(self, count: int) -> list[int]:
         """Return `count` blocks with one reference each. Evicts blocks from the prefix cache if needed.
-
         The caller must have checked `num_free`.
         """
         assert 0 <= count <= self.num_free, f"{count} blocks wanted, {self.num_free} free"
@@ -78,17 +75,14 @@ class BlockPool:
         for block in blocks:
             self._holders[block] -= 1
             assert self._holders[block] >= 0, "a block was freed twice"
-            if self._holders[block]:
-                continue
-            if block in self._keys:
+            if not self._holders[block] and block in self._keys:
                 self._idle[block] = None
-            else:
+            elif not self._holders[block]:
                 self._free.append(block)
 
     def insert(self, block: int, key: Hashable) -> bool:
         """Add a referenced block to the prefix cache under `key`. Its contents must not change any more.
-
-        Returns False if another block has the key. That block keeps it, and this one stays out of the prefix cache.
+        Returns False if another block has the key, and keeps it.
         """
         assert self._holders[block] > 0, "a block without references has no contents"
         assert block not in self._keys, "a block is inserted once"
@@ -98,37 +92,20 @@ class BlockPool:
         self._blocks[key] = block
         return True
 
-    def insert_all(self, blocks: Sequence[int], keys: Sequence[Hashable]) -> None:
-        """Add several blocks to the prefix cache, each under its key."""
-        holders, names, known = self._holders, self._keys, self._blocks
-        for block, key in zip(blocks, keys, strict=True):
-            assert holders[block] > 0, "a block without references has no contents"
-            assert block not in names, "a block is inserted once"
-            if key not in known:
-                names[block] = key
-                known[key] = block
-
     def find(self, key: Hashable) -> int:
         """Return the block with `key`, or 0 if there is none. Adds no reference, see `hold`."""
         return self._blocks.get(key, 0)
 
     def find_all(self, keys: Iterable[Hashable]) -> list[int]:
         """Return the blocks of the leading `keys`, up to the first missing one. Adds no references."""
-        found, known = [], self._blocks
-        for key in keys:
-            if key not in known:
-                break
-            found.append(known[key])
-        return found
+        return list(takewhile(bool, map(self.find, keys)))
 
     def fill(self, keys: Sequence[Hashable]) -> list[tuple[int, int]] | None:
-        """Allocate blocks for missing `keys` and add them to the prefix cache.
-
-        The caller fills them before the next step.
-        Returns (index of the key, block) for each, without references. Of all keys, the last is evicted first. None if
-        there are not enough blocks.
+        """Allocate blocks for missing `keys` and add them to the prefix cache; the caller fills them at once.
+        Returns (index of the key, block) for each, without references; None if there are not enough blocks. Of all
+        keys, the last is evicted first.
         """
-        there = [self._blocks.get(key, 0) for key in keys]
+        there = [self.find(key) for key in keys]
         missing = [i for i, block in enumerate(there) if not block]
         self.hold(filter(None, there))
         filled = None

@@ -1,16 +1,30 @@
-"""Bytes of keys, values and states, for cache plans, cache tensors and `bateleur info`."""
+"""Bytes of keys, values and states, for cache plans, cache tensors and `bateleur info`, and estimates for steps.
 
-from __future__ import annotations
+On a GPU the engine measures the memory of steps and graphs when it starts (`engine/memory_profile.py`). The estimate
+gives the number of requests for the measurement, and `bateleur info` shows it.
+"""
 
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 
 from bateleur.mamba import CacheLayout, MambaCacheMode, PrefixRetention
 from bateleur.runner.config.engine_config import EngineConfig
+from bateleur.runner.config.limits import EngineLimits
 from bateleur.runner.config.resolve import choose_kv_cache_dtype
 from bateleur.runner.config.state_options import StateOptions
-from bateleur.runner.models.spec import ModelSpec
+from bateleur.runner.models import HybridDecoder
+from bateleur.runner.models.spec import ExpertsLayer, ModelSpec
+
+LIBRARIES = 128 << 20
+"""Bytes that libraries and kernels keep for themselves."""
+_STREAM = 4
+"""Copies of a token's hidden state: the residual stream in float32, its norm, the output of a branch."""
+_WIDE = 3
+"""Copies of the widest inner state: the output of a projection, its activation, and the next projection's input."""
+_LOGITS = 3
+"""Copies of logits in float32: raw, processed, and one for logprobs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,16 +44,14 @@ class CacheOptions:
     """Options of KV and state caches: those of the user, with defaults filled in."""
 
     block_size: int
-    """Tokens in a KV block."""
     share_prefixes: bool
-    """Whether prefix caching is on."""
     states: StateOptions
     draft: DraftCosts = DraftCosts()
     kv_dtype: torch.dtype | None = None
     """Dtype of keys and values; None for the dtype of the model."""
 
     @classmethod
-    def of(cls, config: EngineConfig, spec: ModelSpec, device: torch.device) -> CacheOptions:
+    def of(cls, config: EngineConfig, spec: ModelSpec, device: torch.device) -> Self:
         """Fill in the defaults of the user's options. Raises as `StateOptions.of` and `choose_kv_cache_dtype`."""
         return cls(
             block_size=config.cache.block_size,
@@ -55,7 +67,6 @@ class CacheCosts:
 
     options: CacheOptions
     kv_dtype: torch.dtype
-    """Dtype of keys and values."""
     token_bytes: int
     """Keys and values of one token, including a draft head's."""
     page_bytes: int
@@ -72,9 +83,8 @@ class CacheCosts:
     """States that stay in the prefix cache; None without prefix caching."""
 
     @classmethod
-    def of(cls, spec: ModelSpec, dtype: torch.dtype, max_model_len: int, options: CacheOptions) -> CacheCosts:
+    def of(cls, spec: ModelSpec, dtype: torch.dtype, max_model_len: int, options: CacheOptions) -> Self:
         """Compute the bytes for a model. Raises ValueError if cache mode and `share_prefixes` contradict each other.
-
         Also raises as `StateOptions.layout`.
         """
         states, share = options.states, options.share_prefixes
@@ -143,3 +153,41 @@ class CacheCosts:
         null = self.page_bytes + self.row_bytes + self.options.draft.logits_bytes
         own = self.logits_bytes_per_request + self.options.draft.row_bytes
         return null + num_rows * (self.state_bytes_per_request + own)
+
+
+def workspace_bytes(model: HybridDecoder, limits: EngineLimits, block_size: int, graph_tokens: int) -> int:
+    """Return an approximate upper bound of the memory in bytes. It includes activations of the largest step, logits,
+    penalties, block tables and `graph_bytes`. graph_tokens: number of tokens of the largest graph; 0 without graphs.
+    """
+    spec = model.spec
+    rows, vocab_size = limits.max_num_seqs, spec.vocab_size
+    penalties = rows * vocab_size * (4 + 1)  # counts and the prompt's mask, if a request has penalties
+    # Two KV cache groups, for the batch and for all rows.
+    tables = 2 * 2 * rows * -(-limits.max_model_len // block_size) * 4
+    steps = limits.max_num_batched_tokens * _token_bytes(model) + _logits_bytes(model, limits)
+    return LIBRARIES + steps + penalties + tables + graph_bytes(model, limits, graph_tokens)
+
+
+def graph_bytes(model: HybridDecoder, limits: EngineLimits, graph_tokens: int) -> int:
+    """Return the approximate bytes that all graphs share: activations of `graph_tokens` tokens, and logits.
+    The driver's memory for each graph is not included.
+    """
+    return graph_tokens * _token_bytes(model) + (_logits_bytes(model, limits) if graph_tokens else 0)
+
+
+def _logits_bytes(model: HybridDecoder, limits: EngineLimits) -> int:
+    each = model.spec.vocab_size * (_LOGITS * 4 + model.dtype.itemsize)
+    return limits.max_num_seqs * limits.max_query_len * each
+
+
+def _token_bytes(model: HybridDecoder) -> int:
+    spec, size = model.spec, model.dtype.itemsize
+    top_k = max((each.top_k for each in spec.mixers if isinstance(each, ExpertsLayer)), default=1)
+    if model.exchange is not None:  # experts here take the tokens of all ranks
+        top_k *= model.exchange.ranks.size
+    widest = max(
+        weight.shape[-2] * (top_k if weight.ndim == 3 else 1)
+        for name, weight in model.weights().items()
+        if name.startswith("layers.") and weight.ndim > 1
+    )
+    return _STREAM * 4 * spec.hidden_size + _WIDE * size * max(widest, top_k * spec.hidden_size)

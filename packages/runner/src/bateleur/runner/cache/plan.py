@@ -12,10 +12,9 @@ the user did not choose the number of requests, states leave half of the memory 
 4. keys and values, and cached pages: equal bytes of each, or if pages are cheap, equal tokens.
 """
 
-from __future__ import annotations
-
 import warnings
 from dataclasses import dataclass, replace
+from typing import Self
 
 import torch
 
@@ -39,7 +38,6 @@ class CachePlan:
     num_blocks: int
     """KV blocks, including the null block; 0 for a model without attention."""
     max_blocks: int
-    """KV blocks of the longest request."""
     num_state_slots: int
     """Mamba state slots, including the null slot; 0 for a model without Mamba layers."""
     max_model_len: int
@@ -60,7 +58,7 @@ class CachePlan:
         """Layout of the Mamba cache: columns and state slots of a request. None without recurrent layers."""
         return self.costs.layout
 
-    def common(self, ranks: Ranks) -> CachePlan:
+    def common(self, ranks: Ranks) -> Self:
         """Return the plan with the smallest sizes over all ranks. Each rank passes its own plan."""
         sizes = [self.max_num_seqs, self.num_blocks, self.num_state_slots, self.max_blocks, self.max_model_len]
         rows, blocks, slots, longest, tokens = map(min, zip(*ranks.gather_ints(sizes), strict=True))
@@ -134,7 +132,13 @@ def plan_caches(
         rows = limits.max_num_seqs
         if not rows_chosen:
             rows = _rows_beside_keys(alone, limits, budget, bool(length_chosen))
-        plan = _plan_alone(alone, replace(limits, max_num_seqs=rows), budget)
+        needed = alone.fixed_bytes(rows) + 2 * alone.block_bytes
+        if needed > budget:
+            raise ValueError(
+                f"kv_cache_memory_bytes is {budget}; the state of max_num_seqs = {rows} requests and two KV blocks "
+                f"take {needed} bytes"
+            )
+        plan = _fill(alone, replace(limits, max_num_seqs=rows), budget, pages=0)
         if costs.retention is not None:
             shared = replace(limits, max_num_seqs=rows)
             plan = _plan_shared(costs, shared, budget, plan, length_chosen is False) or plan
@@ -146,10 +150,8 @@ def plan_caches(
         while larger.num_missing_blocks:
             needed += larger.num_missing_blocks * costs.block_bytes
             larger = planned(needed)
-        numbers = (
-            f"the KV cache holds {plan.num_tokens} tokens of one request in {budget_bytes} bytes, and "
-            f"{limits.max_model_len} tokens need {needed} bytes"
-        )
+        held = f"the KV cache holds {plan.num_tokens} tokens of one request in {budget_bytes} bytes"
+        numbers = f"{held}, and {limits.max_model_len} tokens need {needed} bytes"
         plan = _shortened(plan, limits, numbers, chosen=length_chosen)
     for lost in _losses(plan, limits.max_num_seqs, costs.retention is not None, rows_chosen):
         warnings.warn(f"kv_cache_memory_bytes is {budget_bytes}; {lost}", RuntimeWarning, stacklevel=3)
@@ -158,7 +160,6 @@ def plan_caches(
 
 def _shortened(plan: CachePlan, limits: EngineLimits, numbers: str, *, chosen: bool) -> CachePlan:
     """Return the plan with `max_model_len` lowered to what its KV blocks hold, and warn with the text `numbers`.
-
     Raises ValueError if the user chose `max_model_len` (`chosen`), or if less than one step's tokens fit.
     """
     fits, wanted, least = plan.num_tokens, limits.max_model_len, limits.max_query_len + 1
@@ -195,7 +196,6 @@ def _losses(plan: CachePlan, num_reqs: int, share: bool, rows_chosen: bool) -> l
 
 def _rows_beside_keys(costs: CacheCosts, limits: EngineLimits, budget_bytes: int, length_chosen: bool) -> int:
     """Return `max_num_seqs`, halved until the KV cache of the longest request fits in addition to the states.
-
     If the user did not choose the length, half of the memory is enough for these keys and values.
     """
     longest = (1 + -(-limits.max_model_len // costs.options.block_size)) * costs.block_bytes
@@ -206,26 +206,12 @@ def _rows_beside_keys(costs: CacheCosts, limits: EngineLimits, budget_bytes: int
     return rows
 
 
-def _plan_alone(costs: CacheCosts, limits: EngineLimits, budget_bytes: int) -> CachePlan:
-    """Plan states of all requests, and as many KV blocks as fit and can be used, without prefix caching."""
-    rows = limits.max_num_seqs
-    needed = costs.fixed_bytes(rows) + 2 * costs.block_bytes
-    if needed > budget_bytes:
-        raise ValueError(
-            f"kv_cache_memory_bytes is {budget_bytes}; the state of max_num_seqs = {rows} requests and two KV blocks "
-            f"take {needed} bytes"
-        )
-    return _fill(costs, limits, budget_bytes, pages=0)
-
-
 def _plan_shared(
     costs: CacheCosts, limits: EngineLimits, budget_bytes: int, plain: CachePlan, shortens: bool
 ) -> CachePlan | None:
-    """Plan with prefix caching. Return None if not even one request fits with cached states.
-
-    plain: plan without prefix caching, whose longest request must still fit. shortens: if `plain` does not hold the
-    longest request, its keys and values get half of the memory. `max_model_len` is then lowered to the length that
-    fits.
+    """Plan with prefix caching. Return None if not even one request fits with cached states. plain: plan without prefix
+    caching, whose longest request must still fit. shortens: if `plain` does not hold the longest request, its keys and
+    values get half of the memory. `max_model_len` is then lowered to the length that fits.
     """
     longest = min(plain.num_blocks, 1 + plain.max_blocks)
     if shortens and plain.num_missing_blocks:

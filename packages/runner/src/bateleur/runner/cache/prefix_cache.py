@@ -2,28 +2,21 @@
 
 # Shape letters: R rows of a step.
 
-from __future__ import annotations
-
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
 from bateleur.mamba import MambaStateManager
 from bateleur.runner.cache.block_pool import BlockPool
 from bateleur.runner.requests.prefix_keys import PrefixKeys
-from bateleur.runner.requests.request import Request
-from bateleur.runner.requests.request_table import RequestTable
-from bateleur.runner.requests.row_keys import RowKeys
+from bateleur.runner.requests.request import Request, RequestTable
+from bateleur.runner.utils.arrays import Int32s, Int64s
 
 
-@dataclass(frozen=True, slots=True)
-class Hit:
-    """The longest prefix of a request that is in all caches of the model.
-
-    num_tokens: 0 for a miss. blocks: KV blocks of the prefix. page: state page after it, 0 without Mamba layers. why:
-    reason of a miss.
+class Hit(NamedTuple):
+    """The longest prefix of a request that is in all caches of the model. num_tokens: 0 for a miss. blocks: KV blocks
+    of the prefix. page: state page after it, 0 without Mamba layers. why: reason of a miss.
     """
 
     num_tokens: int
@@ -32,48 +25,23 @@ class Hit:
     why: str = ""
 
 
-class OffloadTiers(Protocol):
-    """Interface of the offload tiers (host memory, disk). They store KV blocks and states by prefix-cache key."""
+class _OffloadTiers(Protocol):
+    """Host memory and disk, which store KV blocks and states by prefix-cache key; see `offload.tier.HostTier`."""
 
-    def has_block(self, name: bytes) -> bool:
-        """Return whether the tiers have the KV block of this key."""
-
-    def has_page(self, key: bytes) -> bool:
-        """Return whether the tiers have the state after the prefix with this key."""
-
-    def load(self, blocks: list[bytes], page: bytes | None, num_tokens: int) -> None:
-        """Copy these blocks and this state to the device and add them to its prefix cache; nothing if there is no room.
-
-        num_tokens: number of additional prefix tokens that the request then finds.
-        """
-
-    def forget(self, blocks: list[bytes], pages: list[bytes]) -> None:
-        """Remove KV blocks and state pages with these keys from the tiers."""
-
-    def fetch(self, request: Request, keys: PrefixKeys, ids: NDArray[np.int32], max_tokens: int) -> bool:
-        """Start to load the uncached part of the prefix of `ids`, at most `max_tokens` tokens, from disk.
-
-        Returns whether the request must wait until `arrived` returns it.
-        """
-
-    def arrived(self) -> list[Request]:
-        """Return the requests whose loads have finished since the last call."""
-
-    def save(self, keys: PrefixKeys, ids: NDArray[np.int32], num_tokens: int, prompt_len: int) -> None:
-        """Offload KV blocks and states of the first `num_tokens` tokens of an ended request.
-
-        keys: computes the cache keys. ids: its token ids. prompt_len: length of its prompt.
-        """
+    def has_block(self, name: bytes) -> bool: ...
+    def has_page(self, key: bytes) -> bool: ...
+    def load(self, blocks: list[bytes], page: bytes | None, num_tokens: int) -> None: ...
+    def forget(self, blocks: list[bytes], pages: list[bytes]) -> None: ...
+    def fetch(self, request: Request, keys: PrefixKeys, ids: Int32s, max_tokens: int) -> bool: ...
+    def arrived(self) -> list[Request]: ...
+    def save(self, keys: PrefixKeys, ids: Int32s, num_tokens: int, prompt_len: int) -> None: ...
 
 
 class PrefixCache:
     """Finds cached prefixes of requests, and adds KV blocks and states (state pages) of running requests.
-
-    table: the running requests.
-    blocks: the pool of KV blocks; None for a model without attention.
-    block_size: tokens of a KV block.
-    states: the state pages; None for a model without Mamba layers. Their block size is a multiple of `block_size`.
-    lookahead: whether the contents of KV blocks depend on the token after them, as a draft head's do.
+    table: the running requests. blocks: the pool of KV blocks; None for a model without attention. block_size: tokens
+    of a KV block. states: the state pages; None for a model without Mamba layers. Their block size is a multiple of
+    `block_size`. lookahead: whether the contents of KV blocks depend on the token after them, as a draft head's do.
     """
 
     def __init__(
@@ -89,43 +57,28 @@ class PrefixCache:
         if states is not None and blocks is None:
             block_size = states.block_size
         assert states is None or states.block_size % block_size == 0
-        self._table = table
-        self._blocks = blocks
-        self._states = states
+        self._table, self._blocks, self._states = table, blocks, states
         self.num_lookahead_tokens = int(lookahead)
         """Tokens after a prefix that its last block depends on."""
         self._compute_keys = PrefixKeys.blocks_with_lookahead if lookahead else PrefixKeys.blocks
         self.block_size = block_size
-        self.offload_tiers: OffloadTiers | None = None
-        """Offload tiers, if there are any."""
-        self._row_keys = RowKeys(
-            table.token_ids, None if blocks is None else table.block_table, block_size, lookahead=lookahead
-        )
+        self.offload_tiers: _OffloadTiers | None = None
         self.granularity = block_size if states is None else states.block_size
         """Hits are multiples of this many tokens."""
 
     def match(self, request: Request) -> Hit:
         """Return the longest cached prefix of a request that just got its row in the request table.
-
         At least one token remains to compute. Adds no references to blocks.
         """
-        hit = self._match(request)
-        self._row_keys.begin(request.row, self._keys(request), hit.num_tokens)
-        return hit
-
-    def _match(self, request: Request) -> Hit:
         if request.lacks_prompt_logprobs:
             return Hit(0, [], 0, "prompt_logprobs compute every token of the prompt")
         ids = self._table.token_ids[request.row, : self._table.prefill_len[request.row]].copy()
-        keys, max_tokens = self._keys(request), len(ids) - 1
+        keys, max_tokens, tiers = self._keys(request), len(ids) - 1, self.offload_tiers
         hit = self.find(keys, ids, max_tokens)
-        if (
-            self.offload_tiers is not None
-            and (longest := self._longest_prefix(keys, ids, max_tokens, self.offload_tiers)) > hit.num_tokens
-        ):
+        if tiers is not None and (longest := self.find(keys, ids, max_tokens, tiers).num_tokens) > hit.num_tokens:
             blocks = [] if self._blocks is None else self.block_keys(keys, ids, 0, longest // self.block_size)
             page = None if self._states is None else keys.of(ids, longest)
-            self.offload_tiers.load(blocks, page, longest - hit.num_tokens)
+            tiers.load(blocks, page, longest - hit.num_tokens)
             hit = self.find(keys, ids, max_tokens)
         return hit
 
@@ -146,43 +99,30 @@ class PrefixCache:
         prompt_len = int(self._table.prompt_len[request.row])
         self.offload_tiers.save(self._keys(request), ids, min(settled, known - self.num_lookahead_tokens), prompt_len)
 
-    def _longest_prefix(
-        self, keys: PrefixKeys, ids: NDArray[np.int32], max_tokens: int, offload_tiers: OffloadTiers
-    ) -> int:
-        """Return the length of the longest prefix of `ids` on the device or in the offload tiers, at most
-        `max_tokens`.
-        """
-        longest = max_tokens // self.granularity * self.granularity
-        if self._blocks is not None and longest:
-            block_keys = self.block_keys(keys, ids, 0, longest // self.block_size)
-            count = len(self._blocks.find_all(block_keys))
-            while count < len(block_keys) and (
-                offload_tiers.has_block(block_keys[count]) or self._blocks.find(block_keys[count])
-            ):
-                count += 1
-            longest = count * self.block_size // self.granularity * self.granularity
-        if self._states is not None:
-            pool = self._states.pool
-            while longest and not (pool.find(key := keys.of(ids, longest)) or offload_tiers.has_page(key)):
-                longest -= self.granularity
-        return longest
-
-    def find(self, keys: PrefixKeys, ids: NDArray[np.int32], max_tokens: int) -> Hit:
+    def find(self, keys: PrefixKeys, ids: Int32s, max_tokens: int, tiers: _OffloadTiers | None = None) -> Hit:
         """Return the longest cached prefix of at most `max_tokens` of the tokens `ids`. Adds no references to blocks.
-
-        keys: computes the cache keys of the request.
+        keys: computes the cache keys of the request. tiers: blocks and states in these tiers count as cached, too; only
+        the result's `num_tokens` is then valid.
         """
         longest = max_tokens // self.granularity * self.granularity
         if not longest:
             return Hit(0, [], 0, f"{len(ids)} tokens; a hit needs at least {self.granularity + 1}")
         blocks: list[int] = []
-        if self._blocks is not None:
-            blocks = self._blocks.find_all(self.block_keys(keys, ids, 0, longest // self.block_size))
-            longest = len(blocks) * self.block_size // self.granularity * self.granularity
+        if (pool := self._blocks) is not None:
+            names = self.block_keys(keys, ids, 0, longest // self.block_size)
+            blocks = pool.find_all(names)
+            count = len(blocks)
+            while (
+                tiers is not None and count < len(names) and (tiers.has_block(names[count]) or pool.find(names[count]))
+            ):
+                count += 1
+            longest = count * self.block_size // self.granularity * self.granularity
         page, stored = 0, 0 if self._blocks is None else longest
-        if self._states is not None:
-            while longest and not (page := self._states.pool.find(keys.of(ids, longest))):
-                longest -= self.granularity
+        while self._states is not None and longest:
+            key = keys.of(ids, longest)
+            if (page := self._states.pool.find(key)) or (tiers is not None and tiers.has_page(key)):
+                break
+            longest -= self.granularity
         if not longest and stored:
             why = (
                 f"the KV cache has {stored} of its tokens, but no Mamba state at a multiple of {self.granularity} up "
@@ -193,28 +133,33 @@ class PrefixCache:
             return Hit(0, [], 0, "no request computed this prefix, or it was evicted")
         return Hit(longest, blocks[: longest // self.block_size], page)
 
-    def block_keys(self, keys: PrefixKeys, ids: NDArray[np.int32], first: int, end: int) -> list[bytes]:
+    def block_keys(self, keys: PrefixKeys, ids: Int32s, first: int, end: int) -> list[bytes]:
         """Return the keys of blocks `first` to `end - 1` of `ids`.
-
         With `lookahead` (see the class), `ids` must include the token after these blocks.
         """
         return self._compute_keys(keys, ids, first, end)
 
-    def insert(self, rows: NDArray[np.int64], before_R: NDArray[np.int32], after_R: NDArray[np.int32]) -> None:
+    def insert(self, requests: Sequence[Request], rows: Int64s, before_R: Int32s, after_R: Int32s) -> None:
         """Add the KV blocks and states that a step completed to the prefix cache, and free states no longer needed.
-
         rows: table rows of the step's requests. before_R, after_R: their computed tokens before and after the step.
         """
-        blocks, block_keys = self._row_keys.advance(rows, after_R)
-        if block_keys and self._blocks is not None:
-            self._blocks.insert_all(blocks, block_keys)
+        table = self._table
+        if self._blocks is not None:
+            first_R, end_R = before_R // self.block_size, after_R // self.block_size
+            for i in (end_R > first_R).nonzero()[0].tolist():
+                row, first, end = int(rows[i]), int(first_R[i]), int(end_R[i])
+                keys = self.block_keys(self._keys(requests[i]), table.token_ids[row], first, end)
+                for block, name in zip(table.block_table[row, first:end].tolist(), keys, strict=True):
+                    self._blocks.insert(block, name)
         if self._states is not None:
-            prefill_len_R = self._table.prefill_len[rows]
-            self._states.commit(rows, before_R, after_R, prefill_len_R, self._row_keys.of)
+
+            def key(i: int, num_tokens: int) -> bytes:
+                return self._keys(requests[i]).of(table.token_ids[rows[i]], num_tokens)
+
+            self._states.commit(rows, before_R, after_R, table.prefill_len[rows], key)
 
     def forget(self, request: Request) -> None:
         """Remove all blocks and states of a running request from the prefix cache, because it computed NaN.
-
         All are removed, because the step that wrote the invalid values is not known.
         """
         row, keys = request.row, self._keys(request)

@@ -1,7 +1,5 @@
 """The cache tensors of a plan, their block pools, and zeroing of new blocks."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from functools import partial
 
@@ -63,7 +61,6 @@ class Caches:
 
 def kv_caches(plan: CachePlan, heads: Iterable[tuple[int, int]], device: torch.device) -> list[tuple[Tensor, Tensor]]:
     """Return zeroed keys and values (num_blocks, block_size, num_kv_heads, head_dim) in the plan's dtype.
-
     heads: (num_kv_heads, head_dim) of each layer.
     """
     shapes = [(plan.num_blocks, plan.block_size, *each) for each in heads]
@@ -73,7 +70,6 @@ def kv_caches(plan: CachePlan, heads: Iterable[tuple[int, int]], device: torch.d
 
 def zero_fresh_blocks(pool: BlockPool, caches: Sequence[Tensor]) -> None:
     """Zero the blocks allocated since the last call, in all caches (num_blocks, ...) of the pool.
-
     It is called before a step for attention backends that need finite caches. A failed request leaves NaN in its
     blocks. A kernel that gives masked keys weight 0 would turn them into NaN for the next request.
     """

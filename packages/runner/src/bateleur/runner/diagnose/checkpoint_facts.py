@@ -13,12 +13,11 @@ from typing import Any
 import torch
 
 from bateleur.cudagraph import CudaGraphMode
-from bateleur.eagle import Rule
+from bateleur.eagle import NGramDrafter, Rule
 from bateleur.mamba import MambaCacheMode
 from bateleur.runner.assets import shipped_model
-from bateleur.runner.cache.costs import CacheCosts, CacheOptions
+from bateleur.runner.cache.costs import CacheCosts, CacheOptions, DraftCosts, workspace_bytes
 from bateleur.runner.cache.plan import plan_caches
-from bateleur.runner.cache.workspace import workspace_bytes
 from bateleur.runner.checkpoint.open import Checkpoint, describe_model, open_checkpoint, resolve_dtype
 from bateleur.runner.config.engine_config import MTP, NGRAM, EngineConfig
 from bateleur.runner.config.graph_options import GraphOptions
@@ -36,7 +35,6 @@ from bateleur.runner.models.sharding import num_sums, sum_bytes
 from bateleur.runner.models.spec import ModelSpec
 from bateleur.runner.spec_decode.draft_head import DraftHead
 from bateleur.runner.spec_decode.mtp_head import MtpHead
-from bateleur.runner.spec_decode.prompt_lookup import lookup_costs
 from bateleur.runner.utils.arguments import member_of
 from bateleur.runner.utils.device import resolve_device
 
@@ -242,7 +240,7 @@ def describe_checkpoint(path: str | Path, **options: Any) -> CheckpointFacts:
     graph_tokens = largest_capture(GraphOptions.of(config.graphs, device), limits)
     spec, parts, own = target.spec, count_parts(target), 0
     if chosen.draft == NGRAM:
-        caches = replace(caches, draft=lookup_costs(longest))
+        caches = replace(caches, draft=DraftCosts(row_bytes=NGramDrafter.token_bytes(longest)))
     elif chosen.draft is not None:
         head, rule = _head(chosen.draft, target, checkpoint), member_of(Rule, chosen.speculative_rule)
         parts["draft head"] = _head_facts(head)

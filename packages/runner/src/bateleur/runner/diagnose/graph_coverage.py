@@ -15,7 +15,7 @@ from bateleur.cudagraph import BatchExecutionDescriptor, Coverage, CudagraphDisp
 from bateleur.eagle import Rule
 from bateleur.eagle.passes import refreshes_in_graph
 from bateleur.mamba import MambaMetadataBuilder
-from bateleur.runner.cache.workspace import graph_bytes
+from bateleur.runner.cache.costs import graph_bytes
 from bateleur.runner.checkpoint.open import open_checkpoint, resolve_dtype
 from bateleur.runner.config.engine_config import NGRAM, EngineConfig
 from bateleur.runner.config.graph_options import GraphOptions
@@ -24,8 +24,8 @@ from bateleur.runner.config.resolve import choose_backend, choose_kv_cache_dtype
 from bateleur.runner.diagnose.checkpoint_facts import empty_model
 from bateleur.runner.engine.setup import policy_of
 from bateleur.runner.model_runner.graph_dispatcher import gaps_of_drafts, make_dispatcher, query_lens_of
-from bateleur.runner.sampling.step_end import sample_graph_keys
-from bateleur.runner.spec_decode.proposal_graphs import proposal_keys
+from bateleur.runner.sampling.rejection_sampler import KINDS
+from bateleur.runner.sampling.step_end import variant_keys
 from bateleur.runner.utils.device import resolve_device
 
 
@@ -97,7 +97,7 @@ def describe_graphs(path: str | Path, **options: Any) -> GraphFacts:
     if spec.recurrent:
         support = min(support, MambaMetadataBuilder.supports(drafts))
     query_lens = query_lens_of(policy_of(config.speculative, Rule.COUPLED), drafts)
-    plan, reason = make_dispatcher(graphs.mode, graphs.capture_sizes, limits.buffers, support, query_lens)
+    plan, reason = make_dispatcher(graphs, limits.buffers, support, query_lens)
     gaps = gaps_of_drafts(plan, limits.max_num_seqs, max(query_lens))
     notes += [note for note in (reason, gaps) if note is not None]
     longest = min(limits.max_num_batched_tokens, limits.max_model_len)
@@ -105,10 +105,11 @@ def describe_graphs(path: str | Path, **options: Any) -> GraphFacts:
     decode = tuple(plan.coverage(limits.max_num_seqs, length) for length in query_lens)
     largest = max((key.num_tokens for key in plan.keys), default=0)
     shared = graph_bytes(empty_model(config, checkpoint, dtype), limits, largest)
-    facts = GraphFacts(plan, tuple(notes), decode, Coverage.of(1, prompts), sample_graph_keys(plan.keys), nbytes=shared)
+    ends = variant_keys(plan.keys, KINDS)
+    facts = GraphFacts(plan, tuple(notes), decode, Coverage.of(1, prompts), ends, nbytes=shared)
     if config.speculative.draft in (None, NGRAM) or not refreshes_in_graph(backend.builder()):
         return facts
-    return replace(facts, proposals=proposal_keys(plan.keys, [length - 1 for length in query_lens]))
+    return replace(facts, proposals=variant_keys(plan.keys, [length - 1 for length in reversed(query_lens)]))
 
 
 def _as_dict(coverage: Coverage) -> dict[str, Any]:

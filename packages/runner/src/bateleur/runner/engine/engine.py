@@ -1,47 +1,48 @@
 """The engine: schedules steps, runs them on the device, and collects their results."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from time import perf_counter, thread_time
+from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from bateleur.cudagraph import ReplayFailed, VerifyReport
 from bateleur.metadata import Fetch
 from bateleur.runner.cache.prefix_cache import PrefixCache
 from bateleur.runner.cache.tensors import Caches
-from bateleur.runner.engine.messages import RunStep
+from bateleur.runner.distributed.ranks import Ranks
+from bateleur.runner.engine.messages import OperationName, RunOperation, RunStep
 from bateleur.runner.engine.model_runner import ModelRunner
-from bateleur.runner.engine.operations import EngineOperations
 from bateleur.runner.engine.output_processor import OutputProcessor
 from bateleur.runner.engine.prefix_offload import PrefixOffload
 from bateleur.runner.engine.request_registry import RequestRegistry
 from bateleur.runner.engine.setup import EngineSetup
 from bateleur.runner.engine.step_in_flight import StepInFlight
-from bateleur.runner.requests.request import Request
+from bateleur.runner.requests.request import Request, RequestTable
 from bateleur.runner.requests.request_group import RequestGroup
-from bateleur.runner.requests.request_table import RequestTable
+from bateleur.runner.sampling.logprobs import score_prompts
 from bateleur.runner.scheduling.scheduler import Scheduler
 from bateleur.runner.scheduling.step_batch import StepBatch
 from bateleur.runner.spec_decode.draft_head import DraftHead
 from bateleur.runner.stats import EngineStats, StepMarks
+from bateleur.runner.utils.device import use_device
+
+_WAIT_SECONDS = 0.02
+"""To wait for files if there is nothing else to do."""
 
 
 class Engine:
     """Runs requests in steps: schedule, stage, forward, end (sample, verify, propose), collect.
-
     Not thread-safe, see `LLM`. If a step is interrupted by an error or a signal, the next call first restores a
     consistent state, see `RequestRegistry`.
     """
 
     def __init__(self, setup: EngineSetup) -> None:
         """Allocate buffers and caches for `setup.limits` on the device of the model, and capture graphs.
-
         Raises ValueError unless the drafter has the configured number of draft tokens and acceptance rule.
         """
         self.setup, self.model, self.limits = setup, setup.model, setup.limits
@@ -54,9 +55,8 @@ class Engine:
         draft_kv = () if self.runner.head is None else self.runner.head.kv
         self.offload = PrefixOffload(setup, self.stats, self.scheduler.prefixes, self.caches, draft_kv)
         self._outputs = OutputProcessor(setup.tokenizer, self.table, self.model.spec.vocab_size, self.stats)
-        self.registry = RequestRegistry(
-            self.scheduler, self._outputs, self.stats, self.runner.producer.buffers.forget, setup.adapters
-        )
+        forget = self.runner.producer.buffers.forget
+        self.registry = RequestRegistry(self.scheduler, self._outputs, forget, setup.adapters)
         self._reports: list[Request] = []
         self._timed: StepInFlight | None = None
         """Step whose time the draft policy has not observed yet."""
@@ -83,30 +83,59 @@ class Engine:
         scheduler.device = self.device
         return scheduler
 
-    # --- requests -----------------------------------------------------------------------------------------
-
     @property
     def requests(self) -> dict[str, RequestGroup]:
         """Waiting and running requests by id."""
         return self.registry.requests
 
-    @property
-    def operations(self) -> EngineOperations:
-        """Long operations that run between steps, such as prefix export or loading of LoRA adapters."""
-        return EngineOperations(self.registry, self.offload, self._verify_graphs, self.model, self.setup.adapters)
+    def operate(self, name: OperationName, *arguments: Any) -> Any:
+        """Run a long operation on all ranks between two steps; returns its result.
+        A ValueError or OSError of the operation is the same on all ranks. Raises ValueError with data-parallel ranks.
+        """
+        if self.model.exchange is not None:  # data-parallel ranks have different caches and requests
+            rule = "prefixes in files and comparisons of graphs are of engines whose ranks have the same requests"
+            raise ValueError(f"{self.model.several}; {rule}")
+        operation = RunOperation(name, arguments)
+        with use_device(self.device):
+            self.registry.restore()
+            with self.registry.sending(operation):
+                result = self.operate_here(operation)
+        if isinstance(result, Exception):
+            raise result
+        return result
+
+    def operate_here(self, operation: RunOperation) -> Any:
+        """Run an operation on this rank. Returns its result, or its error, which is the same on all ranks."""
+        adapters, arguments = self.setup.adapters, operation.arguments
+        try:
+            match operation.name:
+                case "export_prefix":
+                    return self.offload.handover.export(*arguments)
+                case "import_prefix":
+                    return self.offload.handover.import_file(*arguments)
+                case "flush_disk":
+                    return None if self.offload.disk is None else self.offload.disk.drain()
+                case "verify_graphs":
+                    return self._verify_graphs(*arguments)
+            if adapters is None:
+                raise ValueError("enable_lora is False; it must be True for LoRA adapters")
+            load = operation.name == "load_adapter"
+            return (adapters.load if load else adapters.unload)(*arguments)
+        except (ValueError, OSError) as error:
+            return error
 
     def verify_graphs(self, *, fuzz: int = 3) -> VerifyReport:
-        """Check on `fuzz` random steps per graph that replays equal eager runs.
-
+        """Check on `fuzz` random steps per graph that replays equal eager runs. A graph that fails on any rank fails.
         Raises ValueError while there are requests, because caches are overwritten, and if there are no graphs.
         """
-        return self.operations.verify_graphs(fuzz)
+        report: VerifyReport = self.operate("verify_graphs", fuzz)
+        return report
 
     def _verify_graphs(self, fuzz: int) -> VerifyReport:
         if self.requests:
             raise ValueError(f"requests: {len(self.requests)} are not finished; verifying overwrites their caches")
         self.registry.consistent = False  # cached prefixes are overwritten
-        return self.runner.all_graphs.verify(fuzz, self.runner.producer.written)
+        return joint_report(self.runner.verify_graphs(fuzz), self.model.ranks)
 
     def metrics(self) -> EngineStats:
         """Counters, with the current numbers of running and waiting requests. Can be called from any thread."""
@@ -115,8 +144,6 @@ class Engine:
         if (pool := scheduler.pool) is not None:
             stats.kv_cache_usage = 1 - pool.num_free / pool.capacity
         return stats
-
-    # --- the step -----------------------------------------------------------------------------------------
 
     @torch.inference_mode()
     def step(self, seconds: float | None = None) -> None:
@@ -177,7 +204,6 @@ class Engine:
 
     def _launch(self, marks: StepMarks) -> StepInFlight | None:
         """Launch the next step on the device, which may still run the step before. None if there is nothing to run.
-
         marks: list to which the end times of the parts of a step are appended.
         """
         batch = self._schedule()
@@ -194,14 +220,12 @@ class Engine:
                 runner.grammars.check_drafts(batch)
             allowed = runner.grammars.allowed(batch)
         ended = runner.ends.run(batch, staged, hidden, allowed)
-        output = ended.output
         launched = StepInFlight(
             batch,
             self.table.num_drafts[batch.rows],
             self.scheduler.num_released,
-            output,
-            None if output is None else Fetch([output.packed, *(output.logprobs or ())]),
-            None if batch.all_decode else runner.prompt_logprobs.score(batch, hidden),
+            None if ended.packed is None else Fetch([ended.packed, *(ended.logprobs or ())]),
+            None if batch.all_decode else score_prompts(self.model, self.table, batch, hidden),
         )
         marks.append(("sample", perf_counter()))
         if runner.proposer is not None:
@@ -214,18 +238,18 @@ class Engine:
     def _schedule(self) -> StepBatch | None:
         """Return the batch of the next step. Without one, take part in a step of other ranks, or wait for files."""
         runner, scheduler, in_flight = self.runner, self.scheduler, bool(self.registry.in_flight)
-        if runner.draft_planner is not None:
-            runner.draft_planner.plan()
+        if runner.proposer is not None:
+            runner.proposer.plan()
         if runner.grammars.has_drafts and not self.setup.async_scheduling:
             runner.grammars.cut_drafts()
         batch = scheduler.schedule(in_flight=in_flight)
         if batch is None and not runner.idle(self.stats) and scheduler.fetching and not in_flight:
-            self.offload.wait()
+            assert self.offload.disk is not None, "requests wait for files"
+            self.offload.disk.wait(_WAIT_SECONDS)
         self.stats.num_preemptions = scheduler.num_preemptions
         return batch
 
     def _admit(self) -> Sequence[Request]:
-        """Set up the state of the requests that got a table row since the last step; returns them."""
         if not self.scheduler.admitted:
             return ()
         admitted = [request for request in self.scheduler.admitted if request.row >= 0]
@@ -243,22 +267,26 @@ class Engine:
     def _collect(self, marks: StepMarks) -> None:
         """Wait for the oldest step in flight, append its tokens, and add its blocks to the prefix cache. Leaves the
         requests to report in `_reports`.
-
         Requests that lost their table row since the launch are skipped; another request may have the row now.
         """
         step, scheduler, stats = self.registry.in_flight[0], self.scheduler, self.stats
-        batch, output, n, present = step.batch, step.output, step.batch.num_decodes, None
+        batch, n, present = step.batch, step.batch.num_decodes, None
         num_rows = num_taken = num_verified = 0
         if step.num_released != scheduler.num_released:
             present = step.present()
         if step.scored is not None:
             self._outputs.logprobs.append_prompt(step.scored)
-        if output is None or (present is not None and step.has_ended):
+        ended = present is not None and all(each.finish_reason is not None for each in batch.requests)
+        if step.fetched is None or ended:
             scheduler.commit(batch, None, present)
             self._reports = []
         else:
-            sampled = None if present is None else present[output.sampled]
-            step.appending = self._appending(batch, sampled)
+            sampled = None if present is None else present[batch.samples]
+            requests, lengths = batch.sampled[0], self.table.num_known[batch.sampled[1]]
+            if present is not None:  # some have no row
+                requests = [each for each in requests if each.finish_reason is None]
+                lengths = np.array([each.num_tokens for each in requests], np.int32)
+            step.appending = requests, lengths
             emitted = self._outputs.emit(step, sampled)
             taken, self._reports = emitted.num_taken, emitted.reports
             num_valid = taken
@@ -282,15 +310,15 @@ class Engine:
         stats.num_verified_tokens += num_verified
         marks.append(("emit", perf_counter()))
 
-    def _appending(
-        self, batch: StepBatch, present: NDArray[np.bool_] | None
-    ) -> tuple[Sequence[Request], NDArray[np.int32]]:
-        """Return the requests that will get tokens of this batch, and their current lengths.
 
-        present: (S,) whether a request still has its table row; None for all.
-        """
-        requests, rows = batch.sampled
-        if present is None:
-            return requests, self.table.num_known[rows]
-        left = [request for request in requests if request.finish_reason is None]
-        return left, np.array([request.num_tokens for request in left], np.int32)
+def joint_report(report: VerifyReport, ranks: Ranks) -> VerifyReport:
+    """Return the report of this rank with the graphs that fail on another rank as failed."""
+    if ranks.alone:
+        return report
+    passed = ranks.all_have([each.failure is None for each in report.comparisons])
+    return VerifyReport(
+        tuple(
+            each if everywhere else replace(each, failure=each.failure or "another rank's part differs")
+            for each, everywhere in zip(report.comparisons, passed, strict=True)
+        )
+    )

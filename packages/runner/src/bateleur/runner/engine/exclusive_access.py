@@ -1,7 +1,5 @@
 """Rejects concurrent calls of an engine, which has no locks."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from functools import wraps
@@ -21,15 +19,12 @@ class ExclusiveAccess:
     """Guard that rejects concurrent and re-entrant calls to an object, and makes its device current for each call."""
 
     def __init__(self, device: torch.device) -> None:
-        """device: device that is made current during a call."""
         self.device = device
         self.holder: int | None = None
         """The thread that is in a call."""
-        self._process, self._closed = os.getpid(), False
-
-    def close(self) -> None:
-        """Reject all further calls."""
-        self._closed = True
+        self.closed = False
+        """Whether further calls are rejected."""
+        self._process = os.getpid()
 
     def check_process(self) -> None:
         """Raise RuntimeError in a forked process."""
@@ -41,12 +36,11 @@ class ExclusiveAccess:
 
     def take(self) -> None:
         """Start a call.
-
         Raises RuntimeError if another call is active or the process was forked, EngineDead after `close`.
         """
         me = get_ident()
         self.check_process()
-        if self._closed:
+        if self.closed:
             raise EngineDead("it was closed")
         # No call from here on, so that no thread or signal interrupts.
         if self.holder == me:

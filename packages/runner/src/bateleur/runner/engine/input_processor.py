@@ -1,9 +1,9 @@
 """Validates prompts and parameters, and creates requests from them."""
 
-from __future__ import annotations
-
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
+from itertools import count
 from numbers import Integral
 from threading import Lock
 from typing import Any
@@ -18,7 +18,7 @@ from bateleur.runner.lora.adapter_manager import LoRARequest
 from bateleur.runner.models.spec import ModelSpec
 from bateleur.runner.outputs import RequestOutputKind
 from bateleur.runner.requests.request import OutputState, Request
-from bateleur.runner.requests.request_group import AdmittedRequest, RequestGroup
+from bateleur.runner.requests.request_group import RequestGroup
 from bateleur.runner.sampling_params import SamplingParams
 from bateleur.runner.structured.grammar import Grammars
 from bateleur.runner.structured.matcher import Matcher
@@ -47,30 +47,28 @@ _PRIORITY = Integer(-(1 << 63), (1 << 63) - 1, rule="an integer of 64 bits")
 
 class InputProcessor:
     """Creates requests from prompts. It checks all rules, so the engine can rely on its requests.
-
     Requests without a seed get one, computed from the engine's seed and the request's number. Thread-safe.
     """
 
     def __init__(self, tokenizer: Tokenizer, spec: ModelSpec, limits: EngineLimits, config: EngineConfig) -> None:
-        self._tokenizer = tokenizer
-        self._spec = spec
-        self._limits = limits
-        self._seed = config.model.seed
-        self._enable_lora = config.lora.enable_lora
+        self._tokenizer, self._spec, self._limits = tokenizer, spec, limits
+        self._seed, self._enable_lora = config.model.seed, config.lora.enable_lora
         self._by_priority = config.scheduler.scheduling_policy == "priority"
         self.grammars = Grammars(tokenizer, spec.vocab_size, spec.eos_token_ids)
         self._tags = tag_tokens(tokenizer)
         special = special_token_ids(tokenizer)
         self._special = {text: token for token, text in self._tags.items() if token in special}
         """Special tokens by their text. A stop string with such a text is a stop token."""
+        self.default_params = SamplingParams()
         self._lock = Lock()
-        """Guards the two numbers below."""
-        self._num_admitted = self._num_named = 0
+        """Guards the attributes below."""
+        self._num_admitted = 0
+        self._names = (f"request-{i}" for i in count(1))
 
     def request(
         self,
         prompt: Prompt,
-        params: SamplingParams,
+        params: SamplingParams | None = None,
         *,
         request_id: str | None = None,
         kind: RequestOutputKind | None = None,
@@ -79,16 +77,17 @@ class InputProcessor:
         lora_request: LoRARequest | None = None,
     ) -> RequestGroup:
         """Make a request. Raises ValueError, naming argument, value and rule, if it could never run.
-
-        kind: output kind; None: that of the parameters. taken: ids in use, which a new id must differ from.
+        params: None: `default_params`. kind: output kind; None: that of the parameters. taken: ids in use, which a new
+        id must differ from.
         """
-        if not isinstance(params, SamplingParams):
-            refuse("sampling_params", params, "SamplingParams")
+        params = self.default_params if params is None else _checked_params("sampling_params", params)
         if request_id is not None:
             text("request_id", request_id)
-        self._check_adapter(lora_request)
+        if lora_request is not None and checked_adapter("lora_request", lora_request) and not self._enable_lora:
+            raise ValueError(f"lora_request is {shown(lora_request)}; it must be None without enable_lora=True")
         params = self._counted(params)
-        priority = self._check_priority(priority)
+        if (priority := _PRIORITY("priority", priority)) and not self._by_priority:
+            refuse("priority", priority, "0 under scheduling_policy 'fcfs'; with 'priority' lower numbers go first")
         words, ids = self._tokens_of(prompt)
         ids = self._cut(ids, params)
         stop_ids = frozenset(
@@ -98,47 +97,37 @@ class InputProcessor:
                 *(self._special[text] for text in params.stop if text in self._special),
             )
         )
-        self._refuse_foreign(ids)
         limit = self._admit(ids, params, stop_ids)
         bad_words = bad_words_token_ids(params.bad_words, self._tokenizer, self._spec.vocab_size, limit - len(ids))
         matchers = self._matchers(params, stop_ids)
         with self._lock:
-            name = self._free_name(taken) if request_id is None else request_id
+            name = next(each for each in self._names if each not in taken) if request_id is None else request_id
             first = self._num_admitted + 1
             self._num_admitted += params.n
         if params.seed is None:
             seeds = tuple(_mix(self._seed, first + index) for index in range(params.n))
         else:
             seeds = tuple(wrapped_seed(params.seed + index) for index in range(params.n))
-        admitted = AdmittedRequest(
-            request_id=name,
-            prompt=words,
-            prompt_token_ids=ids,
-            params=params,
-            kind=params.output_kind if kind is None else kind,
-            priority=priority,
-            stop_token_ids=stop_ids,
-            max_total_tokens=limit,
-            bad_words=bad_words,
-            seeds=seeds,
-            lora_request=lora_request,
-        )
-        return self._group(admitted, matchers)
+        kind = params.output_kind if kind is None else kind
+        group = RequestGroup(name, words, ids, params, kind, priority, stop_ids, limit, bad_words, seeds, lora_request)
+        self._add_members(group, matchers)
+        return group
 
     def requests(
         self,
         prompts: Prompt | Sequence[Prompt],
-        params: SamplingParams | Sequence[SamplingParams],
-        kind: RequestOutputKind | None,
-        priority: Sequence[int] | int | None,
-        lora_request: OneOrMoreAdapters,
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        *,
         taken: Container[str],
+        kind: RequestOutputKind | None = None,
+        priority: Sequence[int] | int | None = None,
+        lora_request: OneOrMoreAdapters = None,
     ) -> list[RequestGroup]:
         """Create a request for each prompt, see `request`.
-
         Parameters, priorities and adapters are one for all prompts, or a sequence with one for each.
         """
         listed = as_prompts(prompts)
+        params = self.default_params if params is None else params
         each_params = _for_each(listed, "sampling_params", params, SamplingParams, _PARAMS)
         priorities = _for_each(listed, "priority", 0 if priority is None else priority, Integral, _PRIORITIES)
         adapters = _for_each(listed, "lora_request", lora_request, LoRARequest | None, _ADAPTERS)
@@ -153,45 +142,29 @@ class InputProcessor:
             requests.append(request)
         return requests
 
-    def follow(self, admitted: AdmittedRequest) -> RequestGroup:
-        """Create a request that the first rank has admitted, without checks."""
-        return self._group(admitted, self._matchers(admitted.params, admitted.stop_token_ids, already_compiled=True))
+    def follow(self, group: RequestGroup) -> None:
+        """Create the members of a request that the first rank has admitted, without checks."""
+        self._add_members(group, self._matchers(group.params, group.stop_token_ids, already_compiled=True))
 
-    def _group(self, admitted: AdmittedRequest, matchers: Sequence[Matcher | None]) -> RequestGroup:
-        stream = admitted.kind is not RequestOutputKind.FINAL_ONLY
-        ids, params = admitted.prompt_token_ids, admitted.params
-        members: list[Request] = []
-        for index, (seed, matcher) in enumerate(zip(admitted.seeds, matchers, strict=True)):
+    def _add_members(self, group: RequestGroup, matchers: Sequence[Matcher | None]) -> None:
+        stream = group.kind is not RequestOutputKind.FINAL_ONLY
+        ids, params = list(group.prompt_token_ids), group.params
+        for index, (seed, matcher) in enumerate(zip(group.seeds, matchers, strict=True)):
             request = Request(
-                admitted.request_id,
+                group.request_id,
                 ids,
                 params,
                 seed,
-                admitted.stop_token_ids,
-                admitted.max_total_tokens,
-                admitted.bad_words,
+                group.stop_token_ids,
+                group.max_total_tokens,
+                group.bad_words,
                 self._spec.rope_length(len(ids)),
                 matcher=matcher,
-                leader=members[0] if members else None,
-                priority=admitted.priority,
+                leader=group.members[0] if group.members else None,
+                priority=group.priority,
                 output=OutputState(index, stream, self._detokenizer(params, ids, stream=stream)),
             )
-            members.append(request)
-        lora = admitted.lora_request
-        return RequestGroup(admitted.request_id, admitted.prompt, list(ids), admitted.kind, members, lora)
-
-    def _check_adapter(self, lora_request: object) -> None:
-        if lora_request is None:
-            return
-        checked_adapter("lora_request", lora_request)
-        if not self._enable_lora:
-            raise ValueError(f"lora_request is {shown(lora_request)}; it must be None without enable_lora=True")
-
-    def _check_priority(self, priority: object) -> int:
-        number = _PRIORITY("priority", priority)
-        if number and not self._by_priority:
-            refuse("priority", number, "0 under scheduling_policy 'fcfs'; with 'priority' lower numbers go first")
-        return number
+            group.members.append(request)
 
     def _detokenizer(self, params: SamplingParams, ids: list[int], *, stream: bool) -> IncrementalDetokenizer | None:
         if not params.detokenize or not (stream or params.stop or params.return_tags):
@@ -209,39 +182,26 @@ class InputProcessor:
     def _matchers(
         self, params: SamplingParams, stop_token_ids: frozenset[int], *, already_compiled: bool = False
     ) -> list[Matcher | None]:
-        """Return one grammar matcher for each continuation; None without a grammar. already_compiled: see
-        `Grammars.matcher`.
-        """
+        """Return one grammar matcher for each continuation. already_compiled: see `Grammars.matcher`."""
         asked = params.structured_outputs
         if not isinstance(asked, StructuredOutputsParams):
             return [None] * params.n
-        return [
-            self.grammars.matcher(asked, stop_token_ids, already_compiled=already_compiled) for _ in range(params.n)
-        ]
+        make = partial(self.grammars.matcher, asked, stop_token_ids, already_compiled=already_compiled)
+        return [make() for _ in range(params.n)]
 
     def _counted(self, params: SamplingParams) -> SamplingParams:
         """Return the parameters with the vocabulary size in place of -1 as number of log probabilities."""
-        asked = (params.logprobs, params.prompt_logprobs)
-        if -1 not in asked:
-            return params
-        logprobs, prompt_logprobs = (self._spec.vocab_size if each == -1 else each for each in asked)
-        return replace(params, logprobs=logprobs, prompt_logprobs=prompt_logprobs)
+        names = ("logprobs", "prompt_logprobs")
+        all_tokens: dict[str, Any] = {name: self._spec.vocab_size for name in names if getattr(params, name) == -1}
+        return replace(params, **all_tokens) if all_tokens else params
 
     def _cut(self, ids: list[int], params: SamplingParams) -> list[int]:
-        """Return a prompt truncated by `truncate_prompt_tokens` and `truncation_side`."""
         most = params.truncate_prompt_tokens
         if most is None:
             return ids
         if most == -1:
             most = max(1, self._limits.max_model_len - (params.max_tokens or 1))
         return ids[-most:] if params.truncation_side == "left" else ids[:most]
-
-    def _free_name(self, taken: Container[str]) -> str:
-        while True:
-            self._num_named += 1
-            name = f"request-{self._num_named}"
-            if name not in taken:
-                return name
 
     def _tokens_of(self, prompt: Any) -> tuple[str | None, list[int]]:
         """Return the text of a prompt, or None, and its token ids. If both are given, the engine runs the ids."""
@@ -278,16 +238,14 @@ class InputProcessor:
                 refuse(f"{name}[{i}]", each, f"a token id, an integer in [0, {most - 1}]")
         return [int(each) for each in ids]
 
-    def _refuse_foreign(self, ids: list[int]) -> None:
-        for token, name in self._spec.foreign_tokens:
-            if token in ids:
-                raise ValueError(
-                    f"prompt holds token {token}, the checkpoint's {name}; its text model alone is served, which takes "
-                    "text and token ids"
-                )
-
     def _admit(self, ids: list[int], params: SamplingParams, stop_ids: frozenset[int]) -> int:
         """Return the length at which the request ends, prompt included: from `max_tokens`, or `max_model_len`."""
+        if foreign := [each for each in self._spec.foreign_tokens if each[0] in ids]:
+            token, name = foreign[0]
+            raise ValueError(
+                f"prompt holds token {token}, the checkpoint's {name}; its text model alone is served, which takes "
+                "text and token ids"
+            )
         if not ids:
             raise ValueError("prompt is empty; at least one token is needed")
         for name in ("stop_token_ids", "allowed_token_ids", "logit_bias", "logprob_token_ids"):
@@ -307,7 +265,7 @@ class InputProcessor:
         return longest if params.max_tokens is None else min(longest, len(ids) + params.max_tokens)
 
 
-def _sampling(name: str, value: object) -> SamplingParams:
+def _checked_params(name: str, value: object) -> SamplingParams:
     return value if isinstance(value, SamplingParams) else refuse(name, value, "SamplingParams")
 
 
@@ -317,7 +275,7 @@ def checked_adapter(name: str, value: object) -> LoRARequest:
 
 
 _ADAPTERS = Several(maybe(checked_adapter), "a LoRARequest, None, or a list of them")
-_PARAMS = Several(_sampling, "SamplingParams, or a list of them")
+_PARAMS = Several(_checked_params, "SamplingParams, or a list of them")
 _PRIORITIES = Several(Integer(), "an integer, or a list of them")
 
 
@@ -341,7 +299,6 @@ def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 
 
 def _is_array(value: object) -> bool:
-    """Return whether a value is a one-dimensional numpy array or torch tensor."""
     return isinstance(value, np.ndarray | Tensor) and value.ndim == 1
 
 

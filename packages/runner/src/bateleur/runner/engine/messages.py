@@ -1,114 +1,60 @@
 """Messages that change an engine. With several ranks, the first rank sends each of them to the others, in order."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from pathlib import Path
+from typing import Any, Literal, NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
-
-from bateleur.runner.lora.adapter_manager import LoRARequest
 from bateleur.runner.outputs import RequestOutput
-from bateleur.runner.requests.request_group import AdmittedRequest, RequestGroup
+from bateleur.runner.requests.request_group import RequestGroup
 from bateleur.runner.stats import EngineStats
 
+OperationName = Literal[
+    "export_prefix", "import_prefix", "flush_disk", "verify_graphs", "load_adapter", "unload_adapter"
+]
 
-@dataclass(frozen=True, slots=True)
-class AddRequests:
+
+class AddRequests(NamedTuple):
     """Message: queue requests."""
 
     groups: tuple[RequestGroup, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class AddAdmittedRequests:
-    """Message: queue requests that the first rank has admitted. Other ranks get it in place of `AddRequests`."""
-
-    requests: tuple[AdmittedRequest, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class AbortRequest:
+class AbortRequest(NamedTuple):
     """Message: end a request."""
 
     request_id: str
 
 
-@dataclass(frozen=True, slots=True)
-class AbandonRequests:
+class AbandonRequests(NamedTuple):
     """Message: drop requests that their callers have abandoned."""
 
     request_ids: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class RunStep:
+class RunStep(NamedTuple):
     """Message: run a step. seconds: time of the last step on the first rank, for draft policies."""
 
     seconds: float
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class ExportPrefix:
-    """Message: write a prefix of the prefix cache to a file."""
+class RunOperation(NamedTuple):
+    """Message: run an operation between steps, which may take long, see `Engine.operate`."""
 
-    token_ids: NDArray[np.int32]
-    path: Path
-
-
-@dataclass(frozen=True, slots=True)
-class ImportPrefix:
-    """Message: read a prefix from a file into the prefix cache."""
-
-    path: Path
+    name: OperationName
+    arguments: tuple[Any, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class FlushDisk:
-    """Message: write everything that waits to be written to disk."""
-
-
-@dataclass(frozen=True, slots=True)
-class VerifyGraphs:
-    """Message: compare replays of CUDA graphs with eager runs on `fuzz` random steps."""
-
-    fuzz: int
-
-
-@dataclass(frozen=True, slots=True)
-class LoadAdapter:
-    """Message: load a LoRA adapter."""
-
-    adapter: LoRARequest
-
-
-@dataclass(frozen=True, slots=True)
-class UnloadAdapter:
-    """Message: unload a LoRA adapter and free its slot."""
-
-    lora_name: str
-
-
-@dataclass(frozen=True, slots=True)
-class ReportStats:
+class ReportStats(NamedTuple):
     """Message: data-parallel ranks must reply with their counters."""
 
 
-@dataclass(frozen=True, slots=True)
-class Reply:
+class Reply(NamedTuple):
     """Reply of a data-parallel rank to a message. stats: counters; None if they were sent shortly before."""
 
     outputs: list[RequestOutput]
     stats: EngineStats | None
 
 
-EngineOperation = ExportPrefix | ImportPrefix | FlushDisk | VerifyGraphs | LoadAdapter | UnloadAdapter
-"""Operations between steps, which may take long."""
-Message = AddRequests | AbortRequest | AbandonRequests | RunStep | EngineOperation
-WireMessage = AbortRequest | AddAdmittedRequests | EngineOperation | AbandonRequests | RunStep | ReportStats
-"""Messages as they are sent to other ranks."""
+Message = AddRequests | AbortRequest | AbandonRequests | RunStep | RunOperation | ReportStats
 SendMessage = Callable[[Message], AbstractContextManager[None]]
 """Sends a message to the other ranks. The change is made inside the context, where interrupts are delayed."""

@@ -2,9 +2,9 @@
 
 # Shape letters: T tokens of a step, D hidden size.
 
-from __future__ import annotations
-
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import product
 from time import perf_counter
 from typing import Any
 
@@ -13,32 +13,33 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from bateleur.cudagraph import CudaGraphMode, DispatchDecision, ReplayChecks, StagedBatch
-from bateleur.eagle import BoundedDrafter, Drafter, EagleSpeculator, Rule
-from bateleur.metadata import BatchShape
+from bateleur.cudagraph import (
+    CaptureReport,
+    CudaGraphManager,
+    CudaGraphMode,
+    DispatchDecision,
+    Phase,
+    ReplayChecks,
+    VerifyReport,
+)
+from bateleur.eagle import Drafter, EagleSpeculator
+from bateleur.eagle.passes import DraftState
 from bateleur.runner.cache.tensors import Caches, zero_fresh_blocks
-from bateleur.runner.distributed.agreement import check_equal_steps, keep_common_graphs
-from bateleur.runner.engine.all_graphs import AllGraphs
+from bateleur.runner.distributed.agreement import check_equal_steps
 from bateleur.runner.engine.setup import EngineSetup
-from bateleur.runner.engine.warm_up import run_largest, warm_up
-from bateleur.runner.model_runner.graph_dispatcher import GraphDispatcher, query_lens_of
-from bateleur.runner.model_runner.model_state import ModelState
-from bateleur.runner.model_runner.row_lengths import RowLengths
+from bateleur.runner.model_runner.graph_dispatcher import GraphDispatcher
+from bateleur.runner.model_runner.model_state import ModelState, RowLengths, StagedStep
 from bateleur.runner.model_runner.step_producer import StepProducer, padded_shape
-from bateleur.runner.models import StepContext
-from bateleur.runner.requests.request import Request
-from bateleur.runner.requests.request_table import RequestTable
+from bateleur.runner.requests.request import Request, RequestTable
 from bateleur.runner.sampling.grammar_masks import GrammarMasks
-from bateleur.runner.sampling.prompt_logprobs import PromptLogprobs
 from bateleur.runner.sampling.rejection_sampler import RejectionSampler
 from bateleur.runner.sampling.sampler import Sampler
 from bateleur.runner.sampling.step_end import SampleStep
+from bateleur.runner.sampling_params import SamplingParams
 from bateleur.runner.scheduling.step_batch import StepBatch
 from bateleur.runner.spec_decode.draft_head import DraftHead
-from bateleur.runner.spec_decode.draft_planner import DraftPlanner
-from bateleur.runner.spec_decode.drafter_checks import check_drafter
-from bateleur.runner.spec_decode.proposal_graphs import ProposalGraphs, features_of
-from bateleur.runner.spec_decode.proposer import Proposer
+from bateleur.runner.spec_decode.proposal_graphs import ProposalGraphs, features_of, written_by
+from bateleur.runner.spec_decode.proposer import Proposer, check_drafter
 from bateleur.runner.stats import EngineStats, StepMarks
 
 
@@ -54,12 +55,11 @@ class ModelRunner:
         scan = setup.prompt_scan
         self.model_state = ModelState(self.model, caches, setup.backend, limits, scan, checks, pool)
         self.sampler = Sampler(limits.max_num_seqs, self.model.spec.vocab_size, device, self.model.shard)
-        self.producer = StepProducer(self.model_state, limits.buffers, device, table.blocks)
+        self.producer = StepProducer(self.model_state, table.blocks)
         drafter = self._make_drafter()
         self.head = drafter if isinstance(drafter, EagleSpeculator) else None
-        lens = query_lens_of(setup.policy, num_drafts)
         taps = () if drafter is None else drafter.needs.taps
-        self.graphs = GraphDispatcher(self.model, self.producer, setup.graphs, lens, taps)
+        self.graphs = GraphDispatcher(self.model, self.producer, setup.graphs, setup.query_lens, taps)
         stats.decisions = self.graphs.decisions
         self.graphs.warm_up(self.head)
         self.graphs.capture()
@@ -70,21 +70,18 @@ class ModelRunner:
         self.lengths = RowLengths(limits.max_num_seqs, device) if setup.async_scheduling and num_drafts else None
         self.rejection_sampler = RejectionSampler(self.model, self.sampler, table, num_drafts, setup.rule, drafter)
         self.ends = SampleStep(self.rejection_sampler, self.model_state, self.lengths)
-        warm_up(self.model, self.graphs, self.producer, self.rejection_sampler, limits, self.head)
-        self._capture_ends()
+        self._warm_up()
+        if (forward := self.graphs.manager) is not None and forward.states:
+            self.ends.capture(forward, setup.graphs)
         on_graphs = self.graphs.dispatcher.mode.decode_mode is CudaGraphMode.FULL
-        graphed = [length - 1 for length in lens] if on_graphs else []
-        self.grammars = GrammarMasks(self.rejection_sampler, graphed=bool(graphed))
-        self.prompt_logprobs = PromptLogprobs(self.model, table)
+        graphed = [length - 1 for length in setup.query_lens] if on_graphs else []
+        self.grammars = GrammarMasks(self.rejection_sampler, graphed=on_graphs)
         self.proposer: Proposer | None = None
-        self.draft_planner: DraftPlanner | None = None
         if drafter is not None:
             self.proposer = self._make_proposer(drafter, graphed)
             stats.acceptance = self.proposer.acceptance
-            self.draft_planner = self._make_draft_planner(drafter, graphed)
         if device.type == "cuda":  # warm-ups ran on side streams, whose cached memory no step can use
             torch.cuda.empty_cache()
-        self.all_graphs = AllGraphs(self.graphs, self.ends, self.head, self.proposer)
 
     def _make_drafter(self) -> Drafter | None:
         setup, drafter, num_drafts = self.setup, self.setup.drafter, self.setup.limits.num_speculative_tokens
@@ -98,52 +95,118 @@ class ModelRunner:
         return drafter
 
     def _make_proposer(self, drafter: Drafter, graphed: Sequence[int]) -> Proposer:
-        setup = self.setup
+        setup, forward = self.setup, self.graphs.manager
         proposer = Proposer(
             drafter,
             self.rejection_sampler,
             setup.policy,
-            graphed=bool(graphed),
+            graphed=graphed,
             may_skip=not (setup.async_scheduling or setup.cache_plan.share_prefixes),
             sync=setup.drafter.sync if isinstance(setup.drafter, DraftHead) else None,
         )
-        proposer.graphs = self._capture_proposals(drafter, graphed)
+        if self.head is not None and self.head.fuses_proposals and self.ends.manager is not None:
+            assert forward is not None
+            sampler = self.rejection_sampler
+            proposer.graphs = ProposalGraphs(forward, setup.graphs, self.head, sampler, graphed)
         return proposer
 
-    def _make_draft_planner(self, drafter: Drafter, graphed: Sequence[int]) -> DraftPlanner:
-        limits = self.setup.limits
-        longest = drafter.max_drafted_len if isinstance(drafter, BoundedDrafter) else limits.max_model_len
-        return DraftPlanner(
-            self.table,
-            self.sampler,
-            limits.num_speculative_tokens,
-            longest,
-            graphed,
-            waits_for_length=self.setup.rule is not Rule.COUPLED,
-        )
-
-    def _capture_ends(self) -> None:
-        """Capture the end (sampling, verification, bookkeeping) of steps whose forward pass runs in a graph."""
-        forward = self.graphs.manager
-        if forward is not None and forward.states:
-            self.ends.capture(forward, self.setup.graphs)
-            assert self.ends.graphs is not None
-            keep_common_graphs(self.ends.graphs.manager, self.model.peers)
-
-    def _capture_proposals(self, drafter: Drafter, numbers: Sequence[int]) -> ProposalGraphs | None:
-        """Capture graphs that propose these numbers of drafts after decode steps in graphs; None if not possible."""
-        forward = self.graphs.manager
-        if not isinstance(drafter, EagleSpeculator) or not drafter.fuses_proposals or self.ends.graphs is None:
-            return None
-        assert forward is not None
-        graphs = ProposalGraphs(forward, self.setup.graphs, drafter, self.rejection_sampler, numbers)
-        graphs.capture()
-        keep_common_graphs(graphs.manager, self.model.peers)
-        return graphs
+    def _warm_up(self) -> None:
+        """Sample, and commit Mamba states, in a dummy decode step of every graph size and of some without a graph.
+        For sizes in graphs, captures have already run the forward pass, the planners and the drafter. For sizes without
+        a graph these run here, too.
+        """
+        with torch.inference_mode():
+            self.model.warm_up(self.setup.limits.max_num_batched_tokens)
+            for num_reqs, query_len, staged in self._dummy_decodes():
+                self._end_dummy(staged, num_reqs, query_len)
 
     def run_largest(self) -> None:
-        """Run the steps that allocate most memory, in an engine without requests."""
-        run_largest(self.graphs, self.producer, self.rejection_sampler, self.setup.limits, self.head)
+        """Run the steps that allocate most memory. No request or cache is changed. These are prompts with
+        `max_num_batched_tokens` tokens, then the decode of every request with all its drafts, up to verification.
+        """
+        limits = self.setup.limits
+        with torch.inference_mode():
+            prompts = self.producer.stage_prompts(limits.max_num_batched_tokens)
+            self.graphs.run(prompts)
+            self.model_state.commit(prompts.state, None)
+            if self.head is not None:
+                self.head.warm_up(prompts.state)
+            decodes = self.producer.stage_decodes(limits.max_num_seqs, limits.max_query_len)
+            self.graphs.run(decodes)
+            self._end_dummy(decodes, limits.max_num_seqs, limits.max_query_len)
+
+    def _dummy_decodes(self) -> Iterator[tuple[int, int, StagedStep]]:
+        """Yield number of requests, query length and staged step of each size. Steps without a graph have run."""
+        limits = self.setup.limits
+        ready = () if self.graphs.manager is None else self.graphs.manager.ready
+        sizes = {(key.num_reqs, key.uniform_query_len or 1): key for key in ready if key.num_reqs is not None}
+        for (num_reqs, query_len), key in sizes.items():
+            yield num_reqs, query_len, self.producer.stage(key, Phase.WARMUP)
+        if self.model.device.type == "cpu":  # no kernels to load
+            return
+        # Rows with fewer drafts, near their end or next to prompts, are in no graph.
+        eager = {(1, length) for length in range(1, limits.max_query_len + 1)} - sizes.keys()
+        if not sizes:
+            powers = [1 << i for i in range(limits.max_num_seqs.bit_length())]
+            eager |= {*product(powers, (1, limits.max_query_len))}
+        for num_reqs, query_len in sorted(eager):
+            staged = self.producer.stage_decodes(num_reqs, query_len)
+            self.graphs.run(staged)
+            if self.head is not None:
+                self.head.warm_up(staged.state)
+            yield num_reqs, query_len, staged
+
+    def _end_dummy(self, staged: StagedStep, num_reqs: int, query_len: int) -> None:
+        """End a dummy step of rows with `query_len` tokens each, with each kind of sampling parameters."""
+        rows, query_lens = np.arange(num_reqs), np.full(num_reqs, query_len, np.int32)
+        model, sampler = self.model, self.rejection_sampler
+        shape = (num_reqs * query_len, model.spec.hidden_size)
+        hidden_TD = torch.zeros(shape, dtype=model.dtype, device=model.device)
+        # Kernels of greedy rows differ from those of sampled ones, and so do kernels for truncation and penalties.
+        for temperature, top_p, penalty in ((0.0, 1.0, 1.0), *product((1.0,), (0.9, 1.0), (1.1, 1.0))):
+            params = SamplingParams(temperature=temperature, top_p=top_p)
+            for row in range(num_reqs):
+                ruled = params if row else replace(params, repetition_penalty=penalty)
+                self.sampler.admit(row, ruled, 0, ())
+            batch = StepBatch([], rows, query_lens, num_reqs, np.ones(num_reqs, np.bool_), model.device)
+            sampler.stage(batch)
+            num_valid = sampler.verify(batch, staged.state.batch, hidden_TD).num_valid
+        for row in range(num_reqs):
+            self.sampler.release(row)
+        self.sampler.forget_counts()
+        sampler.rows.next_ids.zero_()
+        sampler.rows.clear()
+        self.model_state.commit(staged.state, num_valid)
+
+    @property
+    def graph_reports(self) -> dict[str, CaptureReport]:
+        """Capture report of each graph manager, by the part of a step that its graphs run."""
+        managers: dict[str, CudaGraphManager[Any, Any] | None] = {
+            "forward": self.graphs.manager,
+            "end": self.ends.manager,
+            "first draft pass": None if self.head is None else self.head.prefill,
+            "draft chain": None if self.head is None else self.head.decode,
+            "proposal": None if self.proposer is None or self.proposer.graphs is None else self.proposer.graphs.manager,
+        }
+        return {name: manager.report for name, manager in managers.items() if manager is not None}
+
+    def verify_graphs(self, fuzz: int) -> VerifyReport:
+        """Compare replays with eager runs on `fuzz` random steps for each graph. Raises ValueError without graphs."""
+        written, reports = self.producer.written, {"forward": self.graphs.verify(fuzz)}
+        if self.ends.manager is not None:
+            reports["end"] = self.ends.verify(fuzz, written)
+        if (head := self.head) is not None:
+
+            def written_by_pass(state: DraftState) -> dict[str, Tensor]:
+                return written_by(head, state.batch.block_tables[0])
+
+            with torch.inference_mode():
+                for name, manager in (("first draft pass", head.prefill), ("draft chain", head.decode)):
+                    if manager is not None:
+                        reports[name] = manager.verify(fuzz=fuzz, extra_tensors=written_by_pass)
+        if self.proposer is not None and self.proposer.graphs is not None:
+            reports["proposal"] = self.proposer.graphs.verify(fuzz, written)
+        return VerifyReport.join(reports)
 
     def admit(self, admitted: Sequence[Request]) -> None:
         """Set up the state of requests that just got a table row."""
@@ -173,32 +236,30 @@ class ModelRunner:
             stats.num_dummy_drafts += self.proposer.sync.idle()
         return True
 
-    # --- the step -----------------------------------------------------------------------------------------
-
-    def execute_model(
-        self, batch: StepBatch, marks: StepMarks
-    ) -> tuple[StagedBatch[StepContext], Tensor, tuple[Tensor, ...]]:
+    def execute_model(self, batch: StepBatch, marks: StepMarks) -> tuple[StagedStep, Tensor, tuple[Tensor, ...]]:
         """Stage a step and run its forward pass. Returns the staged step, its hidden states (tokens, hidden size), and
         the features that a draft head reads. marks: the end times of both parts are appended to it.
         """
         staged = self._stage(batch)
         marks.append(("stage", perf_counter()))
         hidden_TD, *taps = self.graphs.run(staged)
-        features = () if self.proposer is None else features_of(self.proposer.drafter, hidden_TD, taps)
+        features = () if self.proposer is None else features_of(self.proposer.drafter, hidden_TD, *taps)
         marks.append(("forward", perf_counter()))
         return staged, hidden_TD, features
 
-    def _stage(self, batch: StepBatch) -> StagedBatch[StepContext]:
-        """Choose the graph of the step, stage its rows and build its metadata."""
+    def _stage(self, batch: StepBatch) -> StagedStep:
         pool = self.caches.blocks
         if pool is not None and pool.fresh:
             zero_fresh_blocks(pool, self._kv_caches)
         if batch.dispatch is None or self.graphs.sync is not None:
-            batch.dispatch = self._dispatch(batch)
+            request = batch.graph_request()
+            decision = self.graphs.decide(request)
+            num_reqs, num_tokens, longest = request.num_reqs, request.num_tokens, request.max_query_len
+            batch.dispatch = decision, padded_shape(decision.descriptor, num_reqs, num_tokens, longest)
         decision, shape = batch.dispatch
         self.graphs.decisions.count(decision)
         if self.setup.graphs.checks >= ReplayChecks.ADDRESSES and not self.model.ranks.alone:
-            check_equal_steps(self.model.ranks, self._fields_of(batch, decision))
+            self._compare_ranks(batch, decision)
         lengths = None
         if batch.is_exact is not None:
             assert self.lengths is not None
@@ -213,22 +274,13 @@ class ModelRunner:
         slots = None if self.setup.adapters is None else batch.adapter_slots
         return self.model_state.prepare(metadata, decision.descriptor, batch_id=rows.batch_id, adapter_slots=slots)
 
-    def _fields_of(self, batch: StepBatch, decision: DispatchDecision) -> dict[str, NDArray[Any]]:
-        """Return the values of a step that must be equal on all ranks, by name."""
+    def _compare_ranks(self, batch: StepBatch, decision: DispatchDecision) -> None:
+        """Raise RankFailed unless all ranks run the same step."""
         table, rows = self.table, batch.rows
-        return {
-            "rows": rows,
-            "query_lens": batch.query_lens,
-            "num_computed": batch.num_computed,
-            "num_drafts": table.num_drafts[rows],
-            "token_ids": table.token_ids[rows],
-            "block_table": table.block_table[rows],
+        fields: dict[str, NDArray[Any]] = {
+            **{name: getattr(batch, name) for name in ("rows", "query_lens", "num_computed")},
+            **{name: getattr(table, name)[rows] for name in ("num_drafts", "token_ids", "block_table")},
             "samples": batch.samples,
             "key": np.frombuffer(repr(decision.descriptor).encode(), np.uint8),
         }
-
-    def _dispatch(self, batch: StepBatch) -> tuple[DispatchDecision, BatchShape]:
-        request = batch.graph_request()
-        decision = self.graphs.decide(request)
-        shape = padded_shape(decision.descriptor, request.num_reqs, request.num_tokens, request.max_query_len)
-        return decision, shape
+        check_equal_steps(self.model.ranks, fields)

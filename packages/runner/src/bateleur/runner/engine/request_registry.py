@@ -1,11 +1,8 @@
 """The live requests of an engine, their undelivered outputs, and recovery after an interrupted step."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
-from bateleur.runner.engine.admission_limit import require_new
 from bateleur.runner.engine.messages import AbandonRequests, AbortRequest, AddRequests, Message, SendMessage
 from bateleur.runner.engine.output_processor import NO_NUMBERS, OutputProcessor
 from bateleur.runner.engine.step_in_flight import StepInFlight
@@ -13,10 +10,17 @@ from bateleur.runner.lora.adapter_manager import AdapterManager
 from bateleur.runner.outputs import RequestOutput, RequestOutputKind
 from bateleur.runner.requests.request import Request
 from bateleur.runner.requests.request_group import ReportedState, RequestGroup
-from bateleur.runner.scheduling.request_queue import service_order
-from bateleur.runner.scheduling.scheduler import Scheduler
-from bateleur.runner.stats import EngineStats
+from bateleur.runner.scheduling.scheduler import Scheduler, service_order
 from bateleur.runner.utils.arguments import shown
+
+
+def require_new(names: Iterable[str], used: Container[str]) -> None:
+    """Raise ValueError if one of the new request ids is in use, or occurs twice."""
+    seen: set[str] = set()
+    for name in names:
+        if name in seen or name in used:
+            raise ValueError(f"request_id is {shown(name)}; a request of that id is already waiting or running")
+        seen.add(name)
 
 
 class RequestRegistry:
@@ -31,21 +35,10 @@ class RequestRegistry:
     """
 
     def __init__(
-        self,
-        scheduler: Scheduler,
-        outputs: OutputProcessor,
-        stats: EngineStats,
-        reset: Callable[[], None],
-        adapters: AdapterManager | None = None,
+        self, scheduler: Scheduler, outputs: OutputProcessor, reset: Callable[[], None], adapters: AdapterManager | None
     ) -> None:
-        """
-        Args:
-            scheduler, outputs, stats: parts of the engine.
-            reset: resets all other state that an interrupted step may have left half written.
-            adapters: LoRA adapters that requests may use.
-        """
+        """reset: resets all other state that an interrupted step may have left half written."""
         self.requests: dict[str, RequestGroup] = {}
-        """Waiting and running requests."""
         self.consistent = True
         self.send: SendMessage | None = None
         """Sends each change to the other ranks before it is made; None for one rank."""
@@ -59,19 +52,15 @@ class RequestRegistry:
         """Requests with output that was not taken yet."""
         self._reported: dict[RequestGroup, tuple[ReportedState, ...]] = {}
         """How much of each DELTA request was taken."""
-        self._scheduler, self._outputs, self._stats = scheduler, outputs, stats
-        self._reset, self._adapters = reset, adapters
+        self._scheduler, self._outputs, self._reset, self._adapters = scheduler, outputs, reset, adapters
 
     def __contains__(self, request_id: object) -> bool:
-        """Return whether a request with this id is waiting, running, or has output that was not taken yet."""
         self.restore()
         return request_id in self.requests or request_id in self._undelivered
 
     def add(self, *groups: RequestGroup) -> None:
-        """Queue requests, all or none.
-
-        Raises ValueError for an id that is in use, or twice among them, and for a LoRA adapter that cannot be read, see
-        `AdapterManager.acquire`.
+        """Queue requests, all or none. Raises ValueError for an id that is in use, or twice among them, and for a LoRA
+        adapter that cannot be read, see `AdapterManager.acquire`.
         """
         require_new((group.request_id for group in groups), self)
         with self.sending(AddRequests(groups)):
@@ -138,12 +127,9 @@ class RequestRegistry:
 
     def sending(self, message: Message) -> AbstractContextManager[None]:
         """Return a context that sends a message to the other ranks, if there are any.
-
         Apply the message to this rank inside the context.
         """
         return nullcontext() if self.send is None else self.send(message)
-
-    # --- outputs ------------------------------------------------------------------------------------------
 
     def report(self, request: Request) -> None:
         """Queue the output of a request. If the request has ended, free its table row and blocks."""
@@ -169,8 +155,7 @@ class RequestRegistry:
             if not self.requests:
                 self.in_flight = ()
             for each in group.members:
-                self._outputs.clock.ended(each)
-                self._stats.num_cached_tokens += each.prefix.num_cached_tokens
+                self._outputs.record_end(each)
 
     def take(self, request_ids: Container[str]) -> RequestOutput | None:
         """Return the oldest output of these requests; None if there is none. Newer outputs replace untaken ones."""
@@ -211,8 +196,6 @@ class RequestRegistry:
     def has_unfinished(self) -> bool:
         """Whether a request is waiting or running, or `take_all` has an output to return."""
         return not self.requests.keys() <= self.abandoned or not self._undelivered.keys() <= self.fetched_by_caller
-
-    # --- recovery -----------------------------------------------------------------------------------------
 
     def restore(self) -> None:
         """Recover from an interrupted change, if there was one. Then drop abandoned requests."""
@@ -265,5 +248,4 @@ class RequestRegistry:
 
 
 def _has_slot(group: RequestGroup) -> bool:
-    """Whether the request and all its continuations have the slot of their LoRA adapter."""
     return all(each.adapter_slot > 0 for each in group.members)

@@ -12,13 +12,12 @@ from pathlib import Path
 import torch
 
 from bateleur.cudagraph import CudaGraphMode
-from bateleur.eagle import AdaptiveDrafts, ByBatchSize, Drafter, DraftPolicy, FixedDrafts, Rule
+from bateleur.eagle import AdaptiveDrafts, ByBatchSize, Drafter, DraftPolicy, FixedDrafts, NGramDrafter, Rule
 from bateleur.mamba import PromptScan
 from bateleur.metadata import AttentionBackend
 from bateleur.runner.assets import shipped_model
-from bateleur.runner.cache.costs import CacheOptions
+from bateleur.runner.cache.costs import CacheOptions, DraftCosts, workspace_bytes
 from bateleur.runner.cache.plan import CachePlan, plan_caches
-from bateleur.runner.cache.workspace import workspace_bytes
 from bateleur.runner.checkpoint.open import Checkpoint, load_model, open_checkpoint, resolve_dtype
 from bateleur.runner.checkpoint.tokenizer import load_tokenizer, with_end_tokens
 from bateleur.runner.config.engine_config import NGRAM, CacheConfig, EngineConfig, ModelConfig, SpeculativeConfig
@@ -27,13 +26,12 @@ from bateleur.runner.config.limits import EngineLimits
 from bateleur.runner.config.resolve import choose_backend, choose_scan, warn_of_missing_scales
 from bateleur.runner.distributed.ranks import ALONE, Ranks
 from bateleur.runner.lora.adapter_manager import AdapterManager
-from bateleur.runner.model_runner.graph_dispatcher import largest_capture
+from bateleur.runner.model_runner.graph_dispatcher import largest_capture, query_lens_of
 from bateleur.runner.models import HybridDecoder
 from bateleur.runner.models.spec import ModelSpec
 from bateleur.runner.offload.copies import STAGING_BYTES
 from bateleur.runner.offload.host_memory import HostSizes
 from bateleur.runner.spec_decode.draft_head import DraftHead
-from bateleur.runner.spec_decode.prompt_lookup import lookup_costs, prompt_lookup
 from bateleur.runner.text.tokenizer import NoTokenizer, Tokenizer
 from bateleur.runner.utils.arguments import member_of, refuse
 from bateleur.runner.utils.device import free_main_memory, resolve_device
@@ -49,7 +47,6 @@ class EngineSetup:
     """The parts of an engine, chosen, checked and loaded."""
 
     folder: Path
-    """Checkpoint folder."""
     model: HybridDecoder
     """The model with its weights on the device, or this rank's part of it."""
     spec: ModelSpec
@@ -62,9 +59,7 @@ class EngineSetup:
     drafter: Drafter | DraftHead | None
     """Proposes `limits.num_speculative_tokens` tokens; the engine gives a `DraftHead` its caches and graphs."""
     policy: DraftPolicy
-    """Chooses how many drafts each step verifies."""
     rule: Rule
-    """Acceptance rule of drafts."""
     async_scheduling: bool = False
     """Whether a step is launched before the results of the previous step are known."""
     prompt_scan: PromptScan = PromptScan.OWN
@@ -75,6 +70,11 @@ class EngineSetup:
     """Folder of the disk tier and its size limit in bytes, None for the default; None without a disk tier."""
     adapters: AdapterManager | None = None
     """LoRA adapters on the device; None without `enable_lora`."""
+
+    @property
+    def query_lens(self) -> tuple[int, ...]:
+        """Query lengths of decode steps to capture."""
+        return query_lens_of(self.policy, self.limits.num_speculative_tokens)
 
     @classmethod
     def of(cls, config: EngineConfig, measure: Callable[[EngineSetup], int], ranks: Ranks = ALONE) -> EngineSetup:
@@ -91,26 +91,25 @@ class EngineSetup:
         device = device_of(config, ranks)
         layers, data = (ranks, ALONE) if config.parallel.data_parallel_size == 1 else (ALONE, ranks)
         graphs = GraphOptions.of(config.graphs, device)
-        folder, ahead = config.model.model, config.runs_async(device)
-        checkpoint = _open(config.model)
+        chosen, ahead = config.model, config.runs_async(device)
+        checkpoint, tokenizer = _open(chosen)
         config = without_prefix_caching(config) if checkpoint.spec.has_length_dependent_rope else config
-        dtype = resolve_dtype(config.model.dtype, checkpoint, device)
+        dtype = resolve_dtype(chosen.dtype, checkpoint, device)
         recorded = graphs.mode is not CudaGraphMode.NONE
         caches = CacheOptions.of(config, checkpoint.spec, device)
         caches = replace(caches, states=replace(caches.states, steps_ahead=int(ahead)))
         limits = EngineLimits.of(config, checkpoint.spec, device)
-        checkpoint, tokenizer = _with_tokenizer(checkpoint, config.model)
-        backend = choose_backend(config.model.attention_backend, device, dtype, checkpoint.spec, caches.kv_dtype)
+        backend = choose_backend(chosen.attention_backend, device, dtype, checkpoint.spec, caches.kv_dtype)
         if caches.kv_dtype == torch.float8_e4m3fn and not ranks.rank:
             warn_of_missing_scales(checkpoint.spec)
-        scan = choose_scan(config.model.prompt_scan, checkpoint.spec, dtype, device)
+        scan = choose_scan(chosen.prompt_scan, checkpoint.spec, dtype, device)
         network = load_model(checkpoint, dtype=dtype, device=device, ranks=layers, data_ranks=data)
         adapters = AdapterManager.of(config.lora, checkpoint, network, limits.max_num_batched_tokens)
         drafter: DraftHead | Drafter | None = config.speculative.drafter
         if (draft := config.speculative.draft) == NGRAM:
-            caches = replace(caches, draft=lookup_costs(limits.max_model_len))
+            caches = replace(caches, draft=DraftCosts(row_bytes=NGramDrafter.token_bytes(limits.max_model_len)))
         elif draft is not None:
-            shipped = folder is None
+            shipped = chosen.model is None
             drafter = DraftHead.open(draft, network, checkpoint=checkpoint, shipped=shipped, recorded=recorded)
         network.pack(recorded=recorded)  # after the head, which may share some of them
         rule = member_of(Rule, config.speculative.speculative_rule)
@@ -133,17 +132,14 @@ class EngineSetup:
         return _CacheSizes(made, config, network, caches, drafter, ranks, data).sized(limits, graphs, measure)
 
 
-def _open(config: ModelConfig) -> Checkpoint:
-    return open_checkpoint(
+def _open(config: ModelConfig) -> tuple[Checkpoint, Tokenizer]:
+    """Return the checkpoint, with the end tokens of its tokenizer, and the tokenizer."""
+    checkpoint = open_checkpoint(
         config.model or shipped_model(),
         config.hf_overrides,
         dequantize=config.dequantizes,
         method=config.quantization_method,
     )
-
-
-def _with_tokenizer(checkpoint: Checkpoint, config: ModelConfig) -> tuple[Checkpoint, Tokenizer]:
-    """Return the checkpoint with the end tokens of its tokenizer, and the tokenizer."""
     if config.skip_tokenizer_init:
         return checkpoint, NoTokenizer()
     tokenizer = load_tokenizer(checkpoint, config.tokenizer)
@@ -152,10 +148,9 @@ def _with_tokenizer(checkpoint: Checkpoint, config: ModelConfig) -> tuple[Checkp
 
 @dataclass(frozen=True, slots=True)
 class _CacheSizes:
-    """Chooses the cache sizes of an engine, and completes its setup with the parts that depend on them."""
+    """Chooses the cache sizes of an engine. `made` makes the setup from the fields that depend on the caches."""
 
     made: Callable[..., EngineSetup]
-    """Makes the setup from the fields that depend on the caches."""
     config: EngineConfig
     model: HybridDecoder
     options: CacheOptions
@@ -167,22 +162,21 @@ class _CacheSizes:
         """Return the setup with cache sizes, see `EngineSetup.of`."""
         cache, device = self.config.cache, self.model.device
         if device.type == "cuda":
+            torch.cuda.empty_cache()  # return what loading the weights left
             limits = self._fitted(limits, graphs)
         budget = unmeasured_budget(cache, device, self.model.peers.local[1])
         if budget is not None:
             return self._within(budget, limits)
-        torch.cuda.empty_cache()  # return what loading the weights left
         memory = torch.cuda.mem_get_info(device)
-        tokens = largest_capture(graphs, limits)
-        first = self._within(
-            _left(cache, memory, workspace_bytes(self.model, limits, cache.block_size, tokens)), limits, trial=True
-        )
+        first = self._within(_left(cache, memory, self._needed(limits, graphs)), limits, trial=True)
         # No more rows than were measured.
         return self._within(_left(cache, memory, measure(first)), first.limits)
 
+    def _needed(self, limits: EngineLimits, graphs: GraphOptions) -> int:
+        return workspace_bytes(self.model, limits, self.config.cache.block_size, largest_capture(graphs, limits))
+
     def _fitted(self, limits: EngineLimits, graphs: GraphOptions) -> EngineLimits:
         """Return limits that are equal on all ranks, with defaults halved until the memory of steps is small enough.
-
         Steps may take a quarter of the GPU memory of this engine, or all that `kv_cache_memory_bytes` leaves if it is
         given. The default whose half saves more memory is halved first. Limits that the user gave stay.
         """
@@ -190,16 +184,10 @@ class _CacheSizes:
         rows, tokens = chosen.max_num_seqs is None, chosen.max_num_batched_tokens is None
         if not (rows or tokens):
             return limits
-
-        def needed(candidate: EngineLimits) -> int:
-            captured = largest_capture(graphs, candidate)
-            return workspace_bytes(self.model, candidate, cache.block_size, captured)
-
-        torch.cuda.empty_cache()  # return what loading the weights left
         share, given = _share(cache, torch.cuda.mem_get_info(self.model.device)), cache.kv_cache_memory_bytes
         most = share // 4 if given is None else share - given
-        while needed(limits) > most and (smaller := limits.smaller(rows=rows, tokens=tokens)):
-            limits = min(smaller, key=needed)
+        while self._needed(limits, graphs) > most and (smaller := limits.smaller(rows=rows, tokens=tokens)):
+            limits = min(smaller, key=lambda each: self._needed(each, graphs))
         least = self.ranks.least
         return replace(
             limits, max_num_seqs=least(limits.max_num_seqs), max_num_batched_tokens=least(limits.max_num_batched_tokens)
@@ -224,19 +212,25 @@ class _CacheSizes:
         limits = replace(limits, max_num_seqs=plan.max_num_seqs, max_model_len=longest)
         drafter = self.drafter
         if config.speculative.draft == NGRAM:
-            drafter = prompt_lookup(config.speculative, limits, model.device)
+            least, most = config.speculative.prompt_lookup
+            bounds = {"prompt_lookup_min": least, "prompt_lookup_max": most}
+            num_drafts, rows = limits.num_speculative_tokens, limits.max_num_seqs
+            drafter = NGramDrafter(num_drafts, rows, limits.max_model_len, model.device, **bounds)
+        path = config.cache.kv_offload_path if plan.share_prefixes else None
+        if path is not None and not self.data.alone:
+            rule = f"None with data_parallel_size = {self.data.size}, whose ranks keep prefixes in host memory alone"
+            refuse("kv_offload_path", path, rule)
         return self.made(
             cache_plan=plan,
             limits=limits,
             drafter=drafter,
             host=_host_sizes(config.cache, plan, self.ranks),
-            disk=_disk(config.cache, plan, self.data),
+            disk=None if path is None else (Path(path), config.cache.kv_offload_disk_bytes),
         )
 
 
 def without_prefix_caching(config: EngineConfig) -> EngineConfig:
     """Return the configuration with prefix caching off, and warn if it was on.
-
     It is for models whose attention keys depend on the length of the prompt.
     """
     if not config.cache.enable_prefix_caching:
@@ -259,7 +253,6 @@ def without_prefix_caching(config: EngineConfig) -> EngineConfig:
 
 def unmeasured_budget(cache: CacheConfig, device: torch.device, num_local_ranks: int = 1) -> int | None:
     """Return the bytes for the caches of a rank, or None if they must be measured on a GPU.
-
     They are `kv_cache_memory_bytes`, or on a CPU a quarter of main memory for all ranks of this machine together.
     """
     if cache.kv_cache_memory_bytes is not None:
@@ -271,7 +264,6 @@ def unmeasured_budget(cache: CacheConfig, device: torch.device, num_local_ranks:
 
 def policy_of(config: SpeculativeConfig, rule: Rule) -> DraftPolicy:
     """Return the policy that chooses how many drafts each step verifies.
-
     Warns of a policy under which tokens depend on that number.
     """
     policy, most = config.draft_policy, config.num_drafts
@@ -291,7 +283,6 @@ def policy_of(config: SpeculativeConfig, rule: Rule) -> DraftPolicy:
 
 def _host_sizes(cache: CacheConfig, plan: CachePlan, ranks: Ranks) -> HostSizes | None:
     """Return the host memory sizes of this rank; None without offloading.
-
     Raises ValueError if more memory is requested than is free, or too little for one block and one state.
     """
     wanted = cache.kv_offload_bytes
@@ -303,16 +294,6 @@ def _host_sizes(cache: CacheConfig, plan: CachePlan, ranks: Ranks) -> HostSizes 
     return HostSizes.of(plan, wanted, ranks.size)
 
 
-def _disk(cache: CacheConfig, plan: CachePlan, data: Ranks) -> tuple[Path, int | None] | None:
-    """Return the folder and size limit of the disk tier; None without it. Raises ValueError for data-parallel ranks."""
-    if cache.kv_offload_path is None or not plan.share_prefixes:
-        return None
-    if not data.alone:
-        rule = f"None with data_parallel_size = {data.size}, whose ranks keep prefixes in host memory alone"
-        refuse("kv_offload_path", cache.kv_offload_path, rule)
-    return Path(cache.kv_offload_path), cache.kv_offload_disk_bytes
-
-
 def _share(cache: CacheConfig, memory: tuple[int, int]) -> int:
     """Return the bytes that caches, steps and graphs may take of a GPU. memory: free and total bytes of the device."""
     free, total = memory
@@ -321,7 +302,6 @@ def _share(cache: CacheConfig, memory: tuple[int, int]) -> int:
 
 def _left(cache: CacheConfig, memory: tuple[int, int], needed: int) -> int:
     """Return the bytes that caches may take of a GPU if `needed` bytes are reserved.
-
     memory: free and total bytes of the device. Raises ValueError if nothing is left.
     """
     (free, total), share = memory, cache.gpu_memory_utilization

@@ -2,59 +2,47 @@
 
 # Shape letters: R rows of a step, S rows that sample.
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from bateleur.metadata import Fetch
-from bateleur.runner.requests.request import Request
-from bateleur.runner.requests.request_table import RequestTable
-from bateleur.runner.sampling.prompt_logprobs import PendingPromptLogprobs
-from bateleur.runner.sampling.rejection_sampler import SamplerOutput
+from bateleur.runner.requests.request import Request, RequestTable
+from bateleur.runner.sampling.logprobs import PendingPromptLogprobs
 from bateleur.runner.scheduling.step_batch import StepBatch
 from bateleur.runner.spec_decode.proposer import Proposal
-
-_NONE: tuple[Sequence[Request], NDArray[np.int32]] = ((), np.empty(0, np.int32))
+from bateleur.runner.utils.arrays import Bools, Int32s
 
 
 @dataclass(slots=True)
 class StepInFlight:
     """A launched step, and the copies to the host that are under way.
-
     Arrays are in the order of `batch.requests`, not by row of the request table.
     """
 
     batch: StepBatch
-    num_drafts: NDArray[np.int32]
+    num_drafts: Int32s
     """(R,) drafts that each row tests, or will test once its prompt is computed."""
     num_released: int
     """`Scheduler.num_released` at the launch. If it has changed, a request may have lost its row."""
-    output: SamplerOutput | None
     fetched: Fetch | None
+    """`SampledStep.packed` and the fields of its `logprobs`; None if no request samples."""
     scored: PendingPromptLogprobs | None
     proposal: Proposal | None = None
     """Drafts for the next step of each row; None without a drafter."""
     num_tokens: int | None = None
     """Tokens that its decoding rows emitted; None before it is collected."""
-    appending: tuple[Sequence[Request], NDArray[np.int32]] = _NONE
+    appending: tuple[Sequence[Request], Int32s] = ((), np.empty(0, np.int32))
     """Requests that are getting its tokens, and how many tokens each had before."""
 
-    @property
-    def has_ended(self) -> bool:
-        """Whether all requests of the step have ended since the launch."""
-        return all(request.finish_reason is not None for request in self.batch.requests)
-
-    def present(self) -> NDArray[np.bool_]:
+    def present(self) -> Bools:
         """Return (R,) bool: whether each request still has the table row that it had at the launch. A request that lost
         its row gets no other one before this step is collected.
         """
         requests = self.batch.requests
         rows = np.fromiter((request.row for request in requests), np.int64, len(requests))
-        present: NDArray[np.bool_] = rows == self.batch.rows
+        present: Bools = rows == self.batch.rows
         return present
 
     def undo(self, table: RequestTable) -> None:

@@ -1,16 +1,16 @@
 """Chooses the CUDA graph of each step, captures the graphs of forward passes, and runs them."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import replace
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from bateleur.cudagraph import (
     BatchExecutionDescriptor,
+    Body,
     CudagraphDispatcher,
     CudaGraphManager,
     CudaGraphMode,
@@ -18,7 +18,7 @@ from bateleur.cudagraph import (
     DispatchDecision,
     Execution,
     Phase,
-    StagedBatch,
+    Producer,
     UnpaddedBatch,
     VerifyReport,
 )
@@ -29,8 +29,13 @@ from bateleur.runner.config.graph_options import GraphOptions
 from bateleur.runner.config.limits import EngineLimits
 from bateleur.runner.distributed.agreement import keep_common_graphs
 from bateleur.runner.distributed.expert_parallel import DataParallelSync
+from bateleur.runner.distributed.ranks import Ranks
+from bateleur.runner.model_runner.model_state import StagedStep
 from bateleur.runner.model_runner.step_producer import StepProducer
 from bateleur.runner.models import HybridDecoder, StepContext
+
+S = TypeVar("S")
+T = TypeVar("T")
 
 _MIXED_TOKENS = 512
 """Tokens of the largest default capture size, unless decoding takes more."""
@@ -40,7 +45,6 @@ _PROMPTS = (64, 16, 8, 4, 2)
 
 def default_capture_sizes(max_num_tokens: int, decode_tokens: int = 0) -> tuple[int, ...]:
     """Return the default token counts to capture, dense for small batches, where padding costs most.
-
     They go up to 512, or to `decode_tokens` (the tokens of all running requests with their drafts) if that is more, but
     never above `max_num_tokens`.
     """
@@ -53,23 +57,20 @@ def default_capture_sizes(max_num_tokens: int, decode_tokens: int = 0) -> tuple[
 
 def query_lens_of(policy: DraftPolicy, num_drafts: int) -> tuple[int, ...]:
     """Return the query lengths of decode steps to capture: 1, and 1 + each number of drafts.
-
     The numbers of drafts are `num_drafts`, and every number that `policy` may give to all requests of a batch.
     """
     often = policy.draft_counts(num_drafts) if isinstance(policy, UniformPolicy) else ()
     return tuple(sorted({1, 1 + num_drafts, *(1 + n for n in often)}))
 
 
-def capture_sizes(
-    mode: CudaGraphMode, sizes: Sequence[int] | None, limits: BatchLimits, query_lens: Sequence[int] = (1,)
-) -> tuple[int, ...]:
-    """Return the token counts to capture: `sizes` if given, else the default sizes; () if `mode` captures nothing."""
-    if mode is CudaGraphMode.NONE:
+def capture_sizes(options: GraphOptions, limits: BatchLimits, query_lens: Sequence[int]) -> tuple[int, ...]:
+    """Return the token counts to capture: those of `options` or the default sizes; () if its mode captures nothing."""
+    if options.mode is CudaGraphMode.NONE:
         return ()
-    if sizes is not None:
-        return tuple(sizes)
+    if options.capture_sizes is not None:
+        return tuple(options.capture_sizes)
     most, largest = _most_tokens(limits), limits.max_num_reqs * max(query_lens)
-    if mode.mixed_mode is not CudaGraphMode.NONE:
+    if options.mode.mixed_mode is not CudaGraphMode.NONE:
         return default_capture_sizes(most, largest)
     found = default_capture_sizes(min(most, largest), largest)
     return found if largest in found else (*found, largest)  # the full batch is the one that counts
@@ -77,8 +78,7 @@ def capture_sizes(
 
 def largest_capture(options: GraphOptions, limits: EngineLimits) -> int:
     """Return the number of tokens of the largest graph; 0 if nothing is captured."""
-    sizes = capture_sizes(options.mode, options.capture_sizes, limits.buffers, (limits.max_query_len,))
-    return max(sizes, default=0)
+    return max(capture_sizes(options, limits.buffers, (limits.max_query_len,)), default=0)
 
 
 def _most_tokens(limits: BatchLimits) -> int:
@@ -86,20 +86,15 @@ def _most_tokens(limits: BatchLimits) -> int:
 
 
 def make_dispatcher(
-    mode: CudaGraphMode,
-    sizes: Sequence[int] | None,
-    limits: BatchLimits,
-    support: GraphSupport,
-    query_lens: Sequence[int] = (1,),
+    options: GraphOptions, limits: BatchLimits, support: GraphSupport, query_lens: Sequence[int]
 ) -> tuple[CudagraphDispatcher, str | None]:
-    """Return the dispatcher for metadata builders with this support, and the reason if its mode is not `mode`.
-
+    """Return the dispatcher for metadata builders with this support, and the reason if its mode is another one.
     query_lens: query lengths of decode steps: 1, and 1 + each number of drafts that all requests may have.
     """
-    mode, reason = mode.resolve(support, query_len=max(query_lens))
+    mode, reason = options.mode.resolve(support, query_len=max(query_lens))
     dispatcher = CudagraphDispatcher.make(
         mode,
-        capture_sizes(mode, sizes, limits, query_lens),
+        capture_sizes(replace(options, mode=mode), limits, query_lens),
         max_num_reqs=limits.max_num_reqs,
         max_num_tokens=_most_tokens(limits),
         query_lens=tuple(query_lens),
@@ -109,7 +104,6 @@ def make_dispatcher(
 
 def gaps_of_drafts(dispatcher: CudagraphDispatcher, max_num_reqs: int, query_len: int) -> str | None:
     """Return a warning if some batch sizes have no graph for `query_len` tokens per request (a token and its drafts).
-
     None if there is no such size, or if some also have no graph without drafts.
     """
     plain, drafted = (dispatcher.coverage(max_num_reqs, length) for length in (1, query_len))
@@ -134,12 +128,9 @@ class GraphDispatcher:
         taps: tuple[int, ...] = (),
     ) -> None:
         """query_lens: see `make_dispatcher`. taps: layer boundaries at which a drafter reads hidden states."""
-        self._taps = taps
-        self.model = model
-        self._producer = producer
-        support = producer.model_state.graph_support
-        limits = producer.buffers.limits
-        self.dispatcher, reason = make_dispatcher(options.mode, options.capture_sizes, limits, support, query_lens)
+        self.model, self._producer, self._taps = model, producer, taps
+        support, limits = producer.model_state.graph_support, producer.buffers.limits
+        self.dispatcher, reason = make_dispatcher(options, limits, support, query_lens)
         if reason is not None:
             warnings.warn(f"cudagraph_mode is {self.dispatcher.mode.name}: {reason}", RuntimeWarning, stacklevel=2)
         gaps = gaps_of_drafts(self.dispatcher, limits.max_num_reqs, max(query_lens))
@@ -158,7 +149,7 @@ class GraphDispatcher:
             return
         with torch.inference_mode():
             for length in _PROMPTS:
-                prompt = self._producer.stage_prompt(length)
+                prompt = self._producer.stage_prompts(min(length, self._producer.buffers.limits.max_model_len))
                 self.run(prompt)
                 self._producer.model_state.commit(prompt.state, None)
                 if drafter is not None:
@@ -168,16 +159,12 @@ class GraphDispatcher:
         """Capture all graphs. A key whose capture fails runs eagerly from then on, with a warning."""
         if (manager := self.manager) is not None:
             self.model.reserve_positions(self._producer.buffers.limits.max_model_len)
-            with torch.inference_mode():
-                manager.capture(self._producer, self._body, keep_going=True)
-            _warn_of_failures(manager, "no graph")
-            keep_common_graphs(manager, self.model.peers)
+            capture_graphs(manager, self._producer, self._body, self.model.peers, "no graph")
         if (exchange := self.model.exchange) is not None:
             self.sync = DataParallelSync(exchange, self.dispatcher, () if manager is None else manager.ready)
 
     def capture_draft(self, drafter: EagleSpeculator) -> None:
         """Capture the passes of a draft head, for each captured state of the target, and warn as `capture` does.
-
         If one graph can hold a whole proposal, `ProposalGraphs` captures the passes after decodes instead. Without
         graphs of the target, the head runs eagerly.
         """
@@ -188,8 +175,7 @@ class GraphDispatcher:
         drafter.capture(states, keys=keys, keep_going=True)
         for manager in (drafter.prefill, drafter.decode):
             if manager is not None:
-                _warn_of_failures(manager, "no graph of the draft")
-                keep_common_graphs(manager, self.model.peers)
+                _keep_captured(manager, self.model.peers, "no graph of the draft")
 
     def decide(self, request: UnpaddedBatch) -> DispatchDecision:
         """Choose the graph of a step, or none and the reason. All data-parallel ranks call this or `idle` together."""
@@ -199,7 +185,6 @@ class GraphDispatcher:
 
     def idle(self) -> bool:
         """Take part in a step of other data-parallel ranks, on a rank without a step; returns whether there was one.
-
         Dummy requests run with null blocks and slots, as many as the graph of the step holds, and sample nothing.
         Without a graph one dummy token runs, and the experts get padding.
         """
@@ -209,11 +194,10 @@ class GraphDispatcher:
         return True
 
     def _take_part(self, key: BatchExecutionDescriptor | None) -> None:
-        self.run(self._producer.stage_prompt(1) if key is None else self._producer.stage(key, Phase.RUN))
+        self.run(self._producer.stage_prompts(1) if key is None else self._producer.stage(key, Phase.RUN))
 
-    def run(self, staged: StagedBatch[StepContext]) -> tuple[Tensor, ...]:
+    def run(self, staged: StagedStep) -> tuple[Tensor, ...]:
         """Run a staged step. Returns hidden states (padded tokens, hidden size): final, then those for a drafter.
-
         The next replay overwrites results of a graph. Raises ReplayFailed if the graph failed; its key runs eagerly
         from then on.
         """
@@ -233,6 +217,19 @@ class GraphDispatcher:
         return self.model.run(execution, self._taps)
 
 
-def _warn_of_failures(manager: CudaGraphManager[Any, Any], what: str) -> None:
+def capture_graphs(
+    manager: CudaGraphManager[S, T], producer: Producer[S], body: Body[S, T], peers: Ranks, missing: str
+) -> None:
+    """Capture all graphs of a manager. A key whose capture fails on any rank runs eagerly from then on.
+    A warning says so; it starts with `missing`.
+    """
+    if manager.dispatcher.keys:
+        with torch.inference_mode():
+            manager.capture(producer, body, keep_going=True)
+    _keep_captured(manager, peers, missing)
+
+
+def _keep_captured(manager: CudaGraphManager[Any, Any], peers: Ranks, missing: str) -> None:
     for failure in manager.report.failures:
-        warnings.warn(f"{what} for {failure.key}: {failure.reason}", RuntimeWarning, stacklevel=3)
+        warnings.warn(f"{missing} for {failure.key}: {failure.reason}", RuntimeWarning, stacklevel=3)
+    keep_common_graphs(manager, peers)

@@ -1,13 +1,10 @@
 """The parts of a step that depend on the layer types: KV cache groups, metadata builders, recurrent states."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from bateleur.cudagraph import BatchExecutionDescriptor, CudaGraphMode, ReplayChecks, StagedBatch
@@ -36,12 +33,14 @@ from bateleur.runner.cache.tensors import Caches
 from bateleur.runner.config.limits import EngineLimits
 from bateleur.runner.lora.adapter_pool import AdapterPool
 from bateleur.runner.models import HybridDecoder, StepContext
+from bateleur.runner.utils.arrays import Int32s, Int64s
 from bateleur.runner.utils.device import upload
+
+StagedStep = StagedBatch[StepContext]
 
 
 class _Built(NamedTuple):
     """Metadata of the recurrent layers, stored to be reused by the next steps.
-
     batch_id: identity of the batch, see `StepRows`. written: counts of clears and writes of the block table when the
     metadata was built. longest: length in tokens of the longest request for which it is valid.
     """
@@ -54,7 +53,6 @@ class _Built(NamedTuple):
 
 class ModelState:
     """The KV cache groups of a model with their metadata builders: attention layers first, then recurrent layers.
-
     In cache mode `none`, row r of the request table (N rows) always owns the state slots 1 + r, 1 + r + N, ...; in
     other modes `MambaStateManager` allocates them. `RequestStates` and the ring buffers of recent inputs have the
     request's data at index 1 + r.
@@ -74,7 +72,7 @@ class ModelState:
         carry their host scalars, which replays compare. At PARANOID every batch is validated, without waiting for the
         device.
         """
-        self._checks, self.adapters, self._limits, self._device = checks, adapters, limits.buffers, model.device
+        self._checks, self.adapters, self.limits, self.device = checks, adapters, limits.buffers, model.device
         self.caches = caches
         self.backend = backend
         self.vocab_size = model.spec.vocab_size
@@ -103,7 +101,7 @@ class ModelState:
         # States of neighbouring rows are neighbours in each column, for steps without drafts.
         own = 1 + np.arange(num_rows * columns, dtype=np.int32).reshape(columns, num_rows).T.copy()
         self._state_blocks = BlockTable(own) if pages is None else pages.blocks
-        self.state_table: NDArray[np.int32] = self._state_blocks.ids
+        self.state_table: Int32s = self._state_blocks.ids
         """(rows of the request table, columns) state slots."""
         chunk = min(layer.chunk_size for layer in model.spec.recurrent)
         widths = [columns]
@@ -133,37 +131,26 @@ class ModelState:
             tables.append(BlockTable(np.arange(1, 1 + len(self.state_table), dtype=np.int32)[:, None]))
         return tables
 
-    def _tables(
-        self, kv_blocks: NDArray[np.int32], slots: NDArray[np.int32] | None, rows: NDArray[np.int64]
-    ) -> tuple[NDArray[np.int32], ...]:
-        tables = (kv_blocks,) if self._attention else ()
-        if slots is None:
-            return tables
-        return (*tables, slots) if self._states is None else (*tables, slots, (1 + rows).astype(np.int32)[:, None])
-
     def random_tables(
-        self,
-        kv_blocks: NDArray[np.int32],
-        computed: NDArray[np.int64],
-        after: NDArray[np.int64],
-        rng: np.random.Generator,
-    ) -> tuple[NDArray[np.int32], ...]:
+        self, kv_blocks: Int32s, computed: Int64s, after: Int64s, rng: np.random.Generator
+    ) -> tuple[Int32s, ...]:
         """Return a block table (R, columns) per KV cache group, for R random requests that go from `computed` to
         `after` tokens.
-
         kv_blocks: KV blocks of the requests. The blocks of their states before and after the step are chosen at random.
         """
-        rows, base = np.arange(len(computed)), computed
+        tables = (kv_blocks,) if self._attention else ()
         if self._mamba is None:
-            return self._tables(kv_blocks, None, rows)
-        layout, num_reqs = self._mamba.layout, len(rows)
+            return tables
+        layout, num_reqs = self._mamba.layout, len(computed)
+        rows, base = np.arange(num_reqs), computed
         if layout.policy is StatePolicy.FOLD:  # some tokens are in the ring, and not in the checkpoint
             longest = layout.ring_capacity - 1 - layout.num_speculative_tokens
             base = computed - rng.integers(0, np.minimum(computed, longest) + 1)
         if self._states is not None:
             self._states.admit(torch.from_numpy(1 + rows), torch.from_numpy(base))
+        own = () if self._states is None else ((1 + rows).astype(np.int32)[:, None],)
         if layout.mode is MambaCacheMode.NONE:
-            return self._tables(kv_blocks, self.state_table[rows], rows)
+            return (*tables, self.state_table[rows], *own)
         most = 1 + layout.num_speculative_blocks
         taken = rng.permutation(self.caches.plan.num_state_slots - 1)[: (1 + most) * num_reqs]
         pages = (1 + taken).astype(np.int32).reshape(1 + most, num_reqs)
@@ -171,7 +158,7 @@ class ModelState:
         for behind in range(most):
             table[rows, (after - 1) // layout.block_size + behind] = pages[behind]
         table[rows, np.maximum(base - 1, 0) // layout.block_size] = pages[most]
-        return self._tables(kv_blocks, table, rows)
+        return (*tables, table, *own)
 
     def prepare(
         self,
@@ -179,16 +166,15 @@ class ModelState:
         key: BatchExecutionDescriptor | None,
         phase: BuildPhase = BuildPhase.RUN,
         batch_id: object = None,
-        adapter_slots: NDArray[np.int32] | None = None,
-    ) -> StagedBatch[StepContext]:
+        adapter_slots: Int32s | None = None,
+    ) -> StagedStep:
         """Build the metadata of each KV cache group for the buffers' batch. key: its graph; None if it runs eagerly.
-
         Replays accept only the latest result. batch_id: identity of the staged rows, see `StepRows`; None for rows that
         do not repeat. adapter_slots: slots of the LoRA adapters of its tokens without padding; None for no adapter.
         """
         if self._checks >= ReplayChecks.PARANOID:
-            level: Literal["host", "device"] = "device" if self._device.type == "cpu" else "host"
-            validate(batch, self._limits, self.groups, level=level, seq_len_fill=self.seq_len_fill)
+            level: Literal["host", "device"] = "device" if self.device.type == "cpu" else "host"
+            validate(batch, self.limits, self.groups, level=level, seq_len_fill=self.seq_len_fill)
         adapters = None if self.adapters is None else self.adapters.stage(batch.num_tokens, adapter_slots)
         attention = None if self._attention is None else self._attention.build(batch, 0, phase)
         mamba = None if self._mamba is None else self._recurrent(self._mamba, batch, phase, batch_id)
@@ -221,7 +207,7 @@ class ModelState:
             self._last = _Built(batch_id, written, batch.max_seq_len + lasts, metadata)
         return metadata
 
-    def admit(self, rows: NDArray[np.int64], computed: NDArray[np.int32]) -> None:
+    def admit(self, rows: Int64s, computed: Int32s) -> None:
         """Reset the recurrent states of new requests' table rows. computed: number of tokens in the prefix cache."""
         if self._states is None or self._mamba is None or self.caches.pool is None:
             return
@@ -235,7 +221,6 @@ class ModelState:
 
     def commit(self, context: StepContext, num_valid: Tensor | None, *, captured: bool = False) -> None:
         """Commit the recurrent states of a step, without rejected drafts, and store states at block boundaries.
-
         num_valid: (R,) int64 on the device, number of tokens of each request that stay; None for all. captured: whether
         a graph captures the call, for steps whose requests all decode.
         """
@@ -261,7 +246,6 @@ class ModelState:
         return {} if self._states is None else {"carried": self._states.values}
 
     def _signature(self, context: StepContext) -> Signature:
-        """The host scalars of a step that a graph captures as constants."""
         parts = {}
         if self._attention is not None and context.attention is not None:
             parts["attention"] = self._attention.signature(context.attention)
@@ -276,3 +260,34 @@ class ModelState:
             if builder is not None:
                 found |= {f"{owner}.{name}": address for name, address in builder.addresses().items()}
         return found | {name: tensor.data_ptr() for name, tensor in self.caches.named().items()}
+
+
+class RowLengths:
+    """Computed tokens of each running request, by row of the request table. Lengths are found by table row, never by
+    position in a batch, because that position changes between steps (vLLM #53919).
+    """
+
+    def __init__(self, max_rows: int, device: torch.device) -> None:
+        # The last entry is for padding.
+        self._computed_M = torch.zeros(max_rows + 1, dtype=torch.int32, device=device)
+
+    @property
+    def computed(self) -> Tensor:
+        """Current lengths of all table rows, (M,) int32 on the device."""
+        return self._computed_M[:-1]
+
+    def admit(self, rows: Int64s, computed: Int32s) -> None:
+        """Set the lengths of table rows (R,) that requests just got."""
+        device = self._computed_M.device
+        self._computed_M.index_copy_(0, upload(rows, device), upload(computed, device))
+
+    def of(self, rows: Tensor) -> Tensor:
+        """Return the lengths (R,) int32 of these table rows (R,) int64 before the next step, on the device."""
+        return self._computed_M.index_select(0, rows)
+
+    def advance(self, rows: Tensor, batch: CommonAttentionMetadata, num_valid: Tensor) -> None:
+        """Set the lengths of `rows` (R,) int64 after a step: its computed tokens plus `num_valid` (R,) int64.
+        Can be captured; padding has row `max_rows`.
+        """
+        reach_R = batch.num_computed_tokens[: len(rows)] + num_valid
+        self._computed_M.index_copy_(0, rows, reach_R.int())

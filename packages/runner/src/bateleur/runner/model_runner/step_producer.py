@@ -1,52 +1,35 @@
 """Stages dummy and random steps into the buffers that real steps use, for captures, warm-ups and checks."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from itertools import chain
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
-from bateleur.cudagraph import BatchExecutionDescriptor, CudaGraphMode, Phase, StagedBatch
-from bateleur.metadata import (
-    NULL_BLOCK,
-    BatchLimits,
-    BatchShape,
-    BlockTable,
-    BuildPhase,
-    InputBuffers,
-    StepRows,
-    movable,
-)
-from bateleur.runner.model_runner.model_state import ModelState
+from bateleur.cudagraph import BatchExecutionDescriptor, CudaGraphMode, Phase
+from bateleur.metadata import NULL_BLOCK, BatchShape, BlockTable, BuildPhase, InputBuffers, StepRows, movable
+from bateleur.runner.model_runner.model_state import ModelState, StagedStep
 from bateleur.runner.models import StepContext
+from bateleur.runner.utils.arrays import Int32s
 
 
 class StepProducer:
     """Holds the input buffers of all steps, and stages dummy and random ones for captures and checks.
-
     A `bateleur.cudagraph.Producer` with `fuzz` (random contents) and `poison` (invalid contents).
     """
 
-    def __init__(
-        self, model_state: ModelState, limits: BatchLimits, device: torch.device, kv_blocks: BlockTable
-    ) -> None:
-        self.model_state = model_state
-        tables = model_state.tables(kv_blocks)
-        fill = model_state.seq_len_fill
-        self.buffers = InputBuffers(limits, model_state.groups, device, fill, tables=tables)
-        self._adapters = model_state.adapters
+    def __init__(self, model_state: ModelState, kv_blocks: BlockTable) -> None:
+        self.model_state, self._adapters = model_state, model_state.adapters
+        tables, fill = model_state.tables(kv_blocks), model_state.seq_len_fill
+        self.buffers = InputBuffers(model_state.limits, model_state.groups, model_state.device, fill, tables=tables)
 
     @property
     def generation(self) -> int:
         """Number of stagings so far."""
         return self.buffers.generation
 
-    def stage(self, key: BatchExecutionDescriptor, phase: Phase) -> StagedBatch[StepContext]:
+    def stage(self, key: BatchExecutionDescriptor, phase: Phase) -> StagedStep:
         """Stage a dummy batch that fills graph `key`, with null blocks.
-
         Captures and their warm-up get the length of the longest request as upper bound, which covers any replay.
         """
         limits = self.buffers.limits
@@ -60,11 +43,7 @@ class StepProducer:
         batch = self.buffers.dummy(shape, context_len=context_len, max_seq_len=bound)
         return self.model_state.prepare(batch, key, BuildPhase(phase.value))
 
-    def stage_prompt(self, num_tokens: int) -> StagedBatch[StepContext]:
-        """Stage a dummy prompt of `num_tokens` tokens, at most `max_model_len`, that runs eagerly."""
-        return self.stage_prompts(min(num_tokens, self.buffers.limits.max_model_len))
-
-    def stage_prompts(self, num_tokens: int) -> StagedBatch[StepContext]:
+    def stage_prompts(self, num_tokens: int) -> StagedStep:
         """Stage dummy prompts that run eagerly, about `num_tokens` tokens in as few requests as possible."""
         limits = self.buffers.limits
         num_tokens = min(num_tokens, limits.max_num_tokens)
@@ -74,7 +53,7 @@ class StepProducer:
         batch = self.buffers.dummy(shape, is_prefilling=True, max_seq_len=self._longest_bound)
         return self.model_state.prepare(batch, None)
 
-    def stage_decodes(self, num_reqs: int, query_len: int) -> StagedBatch[StepContext]:
+    def stage_decodes(self, num_reqs: int, query_len: int) -> StagedStep:
         """Stage dummy decodes that run eagerly, with `query_len` tokens for each request."""
         context_len = min(1, self.buffers.limits.max_model_len - query_len)
         shape = BatchShape.of(num_reqs, num_reqs * query_len, query_len)
@@ -84,7 +63,6 @@ class StepProducer:
     @property
     def _longest_bound(self) -> int | None:
         """`max_seq_len` of eager dummy requests: `max_model_len`, so that they launch all kernels of real requests.
-
         None if the backend is slow with a bound above the lengths; their own longest length is then used.
         """
         return self.buffers.limits.max_model_len if self.model_state.backend.tolerates_loose_bounds else None
@@ -100,9 +78,8 @@ class StepProducer:
         if self._adapters is not None:
             self._adapters.poison()
 
-    def fuzz(self, key: BatchExecutionDescriptor, seed: int) -> StagedBatch[StepContext]:
+    def fuzz(self, key: BatchExecutionDescriptor, seed: int) -> StagedStep:
         """Stage a random batch that `key` can hold, over random cache contents; for an engine without requests.
-
         Only the cache entries that this batch reads are filled, on the device. The same `seed` gives the same contents
         on devices of one type.
         """
@@ -183,7 +160,6 @@ def padded_shape(
     key: BatchExecutionDescriptor | None, num_reqs: int, num_tokens: int, max_query_len: int
 ) -> BatchShape:
     """Return the sizes of a batch that runs in graph `key`; unpadded without a key.
-
     A FULL key also fixes query lengths.
     """
     if key is None:
@@ -199,9 +175,8 @@ def padded_shape(
 
 def _random_lens(
     key: BatchExecutionDescriptor, num_reqs: int, filled: int, room: int, rng: np.random.Generator
-) -> NDArray[np.int32]:
+) -> Int32s:
     """Return random query lengths that fit `key`, single tokens first.
-
     filled: number of tokens of the batch. room: maximum number of tokens of a request.
     """
     if key.uniform_query_len is not None:

@@ -1,32 +1,26 @@
 """Block hashes: the chained keys of a request's prefixes, the same for KV blocks, states and offload tiers."""
 
-from __future__ import annotations
-
 from hashlib import blake2b
 
-import numpy as np
-from numpy.typing import NDArray
+from bateleur.runner.utils.arrays import Int32s
 
 KEY_BYTES = 16
 
 
 class PrefixKeys:
     """Keys of the prefixes of one request that end at multiples of `block_size` tokens.
-
-    A key covers every token before it, not only those of its block, so equal keys mean equal prefixes. It has 128 bits;
-    a collision by chance is practically impossible, and keys never leave the process.
+    A key is the digest of the key before it and the tokens of its block, so equal keys mean equal prefixes. It has 128
+    bits; a collision by chance is practically impossible, and keys never leave the process.
     """
 
     __slots__ = ("_keys", "block_size", "root")
 
     def __init__(self, block_size: int, root: bytes = b"") -> None:
-        """Start a chain of block hashes. root: digest of the LoRA adapter; b"" for the base model."""
         self.block_size, self.root = block_size, root
         self._keys: list[bytes] = []
 
-    def of(self, token_ids: NDArray[np.int32], num_tokens: int) -> bytes:
+    def of(self, token_ids: Int32s, num_tokens: int) -> bytes:
         """Return the key of the first `num_tokens` of `token_ids`, a positive multiple of the block size.
-
         Tokens that were passed to earlier calls must not have changed.
         """
         index, rest = divmod(num_tokens, self.block_size)
@@ -34,13 +28,12 @@ class PrefixKeys:
         assert rest == 0
         return self.upto(token_ids, index)[index - 1]
 
-    def blocks(self, token_ids: NDArray[np.int32], first: int, end: int) -> list[bytes]:
+    def blocks(self, token_ids: Int32s, first: int, end: int) -> list[bytes]:
         """Return the keys of the prefixes that end with the blocks `first` to `end - 1`."""
         return self.upto(token_ids, end)[first:end]
 
-    def blocks_with_lookahead(self, token_ids: NDArray[np.int32], first: int, end: int) -> list[bytes]:
+    def blocks_with_lookahead(self, token_ids: Int32s, first: int, end: int) -> list[bytes]:
         """Return the keys of `blocks`, each with the token after its block appended; this token must be known.
-
         A drafter's keys and values at a position depend on the token after it (vLLM RFC #50438). A block is therefore
         reused only if the same token follows.
         """
@@ -50,25 +43,12 @@ class PrefixKeys:
         assert len(following) == 4 * len(keys)
         return [key + following[4 * i : 4 * i + 4] for i, key in enumerate(keys)]
 
-    def upto(self, token_ids: NDArray[np.int32], end: int) -> list[bytes]:
+    def upto(self, token_ids: Int32s, end: int) -> list[bytes]:
         """Return the keys of the first `end` blocks, or of more."""
-        keys = self._keys
-        if (first := len(keys)) < end:
-            ids = np.ascontiguousarray(token_ids[: end * self.block_size], np.int32)
-            assert len(ids) == end * self.block_size, "blocks are full"
-            keys += block_keys(ids, first, end, self.block_size, keys[-1] if keys else self.root)
+        keys, size = self._keys, self.block_size
+        for block in range(len(keys), end):
+            tokens = token_ids[block * size : (block + 1) * size]
+            assert tokens.size == size, "blocks are full"
+            before = keys[-1] if keys else self.root
+            keys.append(blake2b(before + tokens.astype("<i4").tobytes(), digest_size=KEY_BYTES).digest())
         return keys
-
-
-def block_keys(ids: NDArray[np.int32], first: int, end: int, size: int, before: bytes) -> list[bytes]:
-    """Return the keys of blocks `first` to `end` - 1 of tokens (T,).
-
-    A key is the digest of the key before it and the tokens of its block. size: tokens per block. before: key of the
-    block before `first`, or the root of the chain.
-    """
-    keys = []
-    for block in range(first, end):
-        before += ids[block * size : (block + 1) * size].astype("<i4").tobytes()
-        before = blake2b(before, digest_size=KEY_BYTES).digest()
-        keys.append(before)
-    return keys

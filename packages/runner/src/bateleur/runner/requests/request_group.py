@@ -1,33 +1,13 @@
 """A prompt with its `n` continuations, and their output."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import NamedTuple
 
 from bateleur.runner.lora.adapter_manager import LoRARequest
 from bateleur.runner.outputs import CompletionOutput, RequestOutput, RequestOutputKind, TextTag
 from bateleur.runner.requests.request import Request
 from bateleur.runner.sampling_params import SamplingParams
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AdmittedRequest:
-    """A validated request as plain values, sent to other ranks. Every rank makes the same `RequestGroup` from it."""
-
-    request_id: str
-    prompt: str | None
-    prompt_token_ids: list[int]
-    params: SamplingParams
-    kind: RequestOutputKind
-    priority: int
-    stop_token_ids: frozenset[int]
-    max_total_tokens: int
-    bad_words: tuple[tuple[int, ...], ...]
-    seeds: tuple[int, ...]
-    """Seed of each continuation."""
-    lora_request: LoRARequest | None
 
 
 class ReportedState(NamedTuple):
@@ -43,42 +23,35 @@ class ReportedState(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class RequestGroup:
-    """One prompt and its `n` continuations. Each continuation is a request of the engine."""
+    """A validated prompt and its `n` continuations. Each continuation is a request of the engine.
+    It is pickled without `members`: each rank makes its own (`InputProcessor.follow`).
+    """
 
     request_id: str
     prompt: str | None
     prompt_token_ids: list[int]
     """For outputs only; requests have their own."""
+    params: SamplingParams
     kind: RequestOutputKind
-    members: list[Request]
-    lora_request: LoRARequest | None = None
+    priority: int
+    stop_token_ids: frozenset[int]
+    max_total_tokens: int
+    bad_words: tuple[tuple[int, ...], ...]
+    seeds: tuple[int, ...]
+    lora_request: LoRARequest | None
     """LoRA adapter of all members; None for the base model."""
+    members: list[Request] = field(default_factory=list)
+
+    def __reduce__(self) -> tuple[type, tuple[object, ...]]:
+        return RequestGroup, tuple(getattr(self, each.name) for each in fields(self)[:-1])
 
     @property
     def finished(self) -> bool:
         """Whether all continuations have ended and have their final text."""
         return all(each.output.text is not None for each in self.members)
 
-    def admitted(self) -> AdmittedRequest:
-        """Return the values from which other ranks make this group. It must not have run yet."""
-        first = self.members[0]
-        return AdmittedRequest(
-            request_id=self.request_id,
-            prompt=self.prompt,
-            prompt_token_ids=self.prompt_token_ids,
-            params=first.params,
-            kind=self.kind,
-            priority=first.priority,
-            stop_token_ids=first.stop_token_ids,
-            max_total_tokens=first.max_total_tokens,
-            bad_words=first.bad_words,
-            seeds=tuple(each.seed for each in self.members),
-            lora_request=self.lora_request,
-        )
-
     def output(self, reported: Sequence[ReportedState] = ()) -> tuple[RequestOutput, tuple[ReportedState, ...]]:
         """Return the output for the caller, and for each continuation the part that the caller then has.
-
         reported: the part of each continuation that the caller already has. With DELTA the output holds only new tokens
         and text, without continuations that have nothing new; outputs share the prompt's lists. Otherwise it holds
         everything, `reported` is not used, and the second result is ().
@@ -112,36 +85,24 @@ class RequestGroup:
 
 
 def _completion(request: Request, reported: ReportedState) -> CompletionOutput:
-    """Return the output of one continuation that the caller has not received yet."""
-    first, wanted = reported.num_tokens, request.params.logprobs is not None
+    first, wanted, state = reported.num_tokens, request.params.logprobs is not None, request.output
+    text, tags, before = state.text, list[TextTag](), reported.num_characters
+    if (detokenizer := state.detokenizer) is not None and request.params.return_tags:
+        new = detokenizer.tags_from(reported.num_tags)
+        tags = [TextTag(tag.start - before, tag.end - before, tag.token_id) for tag in new]
+    if text is not None:
+        text = text[before:]
     return CompletionOutput(
-        index=request.output.index,
-        text=_text(request, reported.num_characters),
+        index=state.index,
+        text=text if text is not None else "" if detokenizer is None else detokenizer.text_from(before),
         token_ids=request.output_token_ids[first:],
-        cumulative_logprob=reported.logprob + sum(request.output.chosen_logprobs[first:]) if wanted else None,
-        logprobs=request.output.logprobs[first:] if wanted else None,
+        cumulative_logprob=reported.logprob + sum(state.chosen_logprobs[first:]) if wanted else None,
+        logprobs=state.logprobs[first:] if wanted else None,
         finish_reason=request.finish_reason,
-        stop_reason=request.output.stop_reason,
+        stop_reason=state.stop_reason,
         drafted=request.drafted[first:],
-        tags=_tags(request, reported),
+        tags=tags,
     )
-
-
-def _text(request: Request, first: int) -> str:
-    if request.output.text is not None:
-        return request.output.text[first:]
-    return "" if request.output.detokenizer is None else request.output.detokenizer.text_from(first)
-
-
-def _tags(request: Request, reported: ReportedState) -> list[TextTag]:
-    """Return new tags (such as <think>, one token each), with positions in the new text."""
-    if request.output.detokenizer is None or not request.params.return_tags:
-        return []
-    before = reported.num_characters
-    return [
-        TextTag(tag.start - before, tag.end - before, tag.token_id)
-        for tag in request.output.detokenizer.tags_from(reported.num_tags)
-    ]
 
 
 def _after(reported: ReportedState, output: CompletionOutput) -> ReportedState:

@@ -2,8 +2,7 @@
 
 # Shape letters: R rows of a step, L rows of logits, K drafts at most, V vocabulary, W words of 32 bits, a bit a token.
 
-from __future__ import annotations
-
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -13,10 +12,10 @@ from torch import Tensor
 from bateleur.eagle import Rule
 from bateleur.metadata import Fetch
 from bateleur.runner.requests.request import Request
-from bateleur.runner.sampling.masks import mask_words
 from bateleur.runner.sampling.rejection_sampler import RejectionSampler
+from bateleur.runner.sampling.token_rules import mask_words
 from bateleur.runner.scheduling.step_batch import StepBatch
-from bateleur.runner.structured.matcher import Matcher, fill
+from bateleur.runner.structured.matcher import fill
 from bateleur.runner.utils.device import pinned
 
 if TYPE_CHECKING:
@@ -25,7 +24,6 @@ if TYPE_CHECKING:
 
 class GrammarMasks:
     """Computes bit masks of allowed tokens on the host while the device runs the forward pass.
-
     Drafts of requests with a grammar are copied to the host. Planning the next step waits for them.
     """
 
@@ -37,12 +35,10 @@ class GrammarMasks:
         self._rejected = 0 if sampler.rule is Rule.COUPLED else 1
         self._proposed: list[tuple[list[Request], Fetch]] = []
         self._received: dict[Request, list[int]] = {}
-        """Untested drafts by request."""
         self._drafts: dict[Request, list[int]] = {}
         """Allowed drafts of the next step."""
         self.has_drafts = False
         """Whether drafts of requests with a grammar are known or on their way."""
-        self._executor: LLExecutor | None = None
 
     def fetch(self, batch: StepBatch) -> None:
         """Start copying the drafts that were just proposed to the host."""
@@ -53,12 +49,10 @@ class GrammarMasks:
 
     def cut_drafts(self) -> None:
         """Limit the drafts of the next step to those before the first that the grammar forbids.
-
         Under acceptance rules other than COUPLED the first forbidden draft stays, too, and is rejected.
         """
-        self._receive()
         table = self._table
-        for request, known in self._look(list(self._received)):
+        for request, known in self._look(None):
             row, allowed = request.row, self._drafts[request]
             table.num_drafts[row] = min(len(known), len(allowed) + self._rejected)
             if not self._graphed:
@@ -66,31 +60,30 @@ class GrammarMasks:
 
     def check_drafts(self, batch: StepBatch) -> None:
         """Check the drafts of a step that runs already (async scheduling).
-
         Forbidden drafts stay in the step, and are rejected because of the masks.
         """
-        self._receive()
         self._look(batch.with_grammar)
 
-    def _receive(self) -> None:
-        """Wait until all proposed drafts are on the host. A request that skips a step keeps its drafts."""
+    def _look(self, requests: list[Request] | None) -> list[tuple[Request, list[int]]]:
+        """Set `_drafts` to the drafts that grammars allow. Returns each request that has drafts, with all of them.
+        Waits until all proposed drafts are on the host. A request that skips a step keeps its drafts. requests: None
+        for all that have drafts.
+        """
         proposed, self._proposed = self._proposed, []
-        for requests, fetched in proposed:
+        for owners, fetched in proposed:
             (drafts_RK,) = fetched.wait()
-            self._received |= zip(requests, drafts_RK.tolist(), strict=True)
-
-    def _look(self, requests: list[Request]) -> list[tuple[Request, list[int]]]:
-        """Set `_drafts` to the drafts that grammars allow. Returns each request that has drafts, with all of them."""
+            self._received |= zip(owners, drafts_RK.tolist(), strict=True)
         table, self._drafts = self._table, {}
         looked: list[tuple[Request, list[int]]] = []
         # A request that has ended, is recomputed or is in its prompt will get new drafts.
         received = {request: drafts for request, drafts in self._received.items() if request.row >= 0}
-        for request in requests:
+        for request in list(received) if requests is None else requests:
             drafts, row = received.pop(request, None), request.row
             if drafts is None or table.num_computed[row] < table.prefill_len[row]:
                 continue
+            assert request.matcher is not None
             known = drafts[: table.num_drafts[row]]
-            self._drafts[request] = known[: _matcher(request).allowed_prefix(known)]
+            self._drafts[request] = known[: request.matcher.allowed_prefix(known)]
             looked.append((request, known))
         self._received = received
         self.has_drafts = bool(received or self._drafts)
@@ -98,7 +91,6 @@ class GrammarMasks:
 
     def allowed(self, batch: StepBatch) -> Tensor | None:
         """Return a mask of allowed tokens, int32 (rows of logits, mask words), see `forbid_`; None without grammars.
-
         Rows of logits after a rejected draft, which are not sampled from, allow all tokens.
         """
         index = batch.index
@@ -113,18 +105,12 @@ class GrammarMasks:
             return None
         device = self._sampler.device
         masks_LW = pinned((index.num_logits, wanted[0][0].num_words), torch.int32, device).fill_(-1)
-        fill(self._pool(), wanted, masks_LW.numpy())
+        fill(self._executor, wanted, masks_LW.numpy())
         # Without an end-of-sequence token, the grammar adds one after the vocabulary, perhaps in one more word.
         return masks_LW.to(device, non_blocking=True)[:, : mask_words(self._sampler.sampler.vocab_size)]
 
-    def _pool(self) -> LLExecutor:
-        if self._executor is None:
-            from llguidance import LLExecutor
+    @cached_property
+    def _executor(self) -> "LLExecutor":
+        from llguidance import LLExecutor
 
-            self._executor = LLExecutor()
-        return self._executor
-
-
-def _matcher(request: Request) -> Matcher:
-    assert request.matcher is not None
-    return request.matcher
+        return LLExecutor()

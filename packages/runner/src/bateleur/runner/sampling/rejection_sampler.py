@@ -11,9 +11,6 @@ be captured in a CUDA graph, for batches whose requests all sample and have equa
 # Shape letters: R rows of a step, S rows that sample, L rows of logits, K drafts at most, J = 1 + K, V vocabulary,
 # N rows of a padded step, T tokens, D hidden size, M rows of the request table.
 
-from __future__ import annotations
-
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -42,10 +39,11 @@ from bateleur.eagle import (
 )
 from bateleur.metadata import CommonAttentionMetadata
 from bateleur.runner.models import HybridDecoder
-from bateleur.runner.requests.request_table import RequestTable
+from bateleur.runner.requests.request import RequestTable
 from bateleur.runner.sampling.logprobs import Logprobs
 from bateleur.runner.sampling.sampler import ProcessedLogits, Sampler
 from bateleur.runner.scheduling.step_batch import LogitsIndex, SamplingInputs, StepBatch
+from bateleur.runner.utils.arrays import Float32s, Int32s, Int64s
 from bateleur.runner.utils.device import upload
 
 GREEDY, UNTRUNCATED, TRUNCATED = "greedy", "untruncated", "truncated"
@@ -55,35 +53,16 @@ _POISON = torch.iinfo(torch.int32).max - 6
 """No token id, and more tokens than a row can have."""
 
 
-@dataclass(frozen=True, slots=True)
-class SamplerOutput:
-    """Tokens that a step emits for its S sampling requests, and their log probabilities."""
-
-    sampled: NDArray[np.int64]
-    """(S,) rows of the batch that sample."""
-    first_logits: NDArray[np.int64]
-    """(S,) row of `logprobs` of the first token; those of the next tokens follow."""
-    packed: Tensor
-    """(S, 2 + J + K) int64 on the device: number of emitted tokens in [0, J]; 0, or 1 if the logits held a NaN, or 2 if
-    no token was left; emitted tokens, -1 after the last; tested drafts, -1 where there was none."""
-    width: int
-    """J."""
-    logprobs: Logprobs | None = None
-    """(L, ...), if a row of this step asked for them."""
-
-    @property
-    def token_ids(self) -> Tensor:
-        """Emitted tokens of each sampling request, (S, width) int64, -1 after the last."""
-        return self.packed[:, 2 : 2 + self.width]
-
-
 class SampledStep(NamedTuple):
-    """The outcome of a step, on the device."""
+    """The outcome of a step, on the device: the tokens that its S sampling requests emit."""
 
-    output: SamplerOutput | None
-    """None if no row samples."""
+    packed: Tensor | None
+    """(S, 2 + J + K) int64: number of emitted tokens in [0, J]; 0, or 1 if the logits held a NaN, or 2 if no token was
+    left; emitted tokens, -1 after the last; tested drafts, -1 where there was none. None if no request samples."""
     num_valid: Tensor | None
     """(R,) int64 tokens of each row that stay; None if the engine never drafts."""
+    logprobs: Logprobs | None = None
+    """(L, ...), if a request of this step asked for them."""
 
 
 class SamplerRows:
@@ -117,13 +96,7 @@ class SamplerRows:
         nothing = np.zeros(0, np.int64)
         self.stage(nothing, nothing, nothing, np.zeros((0, 4), np.float32))
 
-    def stage(
-        self,
-        table_rows: NDArray[np.int64],
-        seeds: NDArray[np.int64],
-        num_drafts: NDArray[np.integer],
-        values: NDArray[np.float32],
-    ) -> None:
+    def stage(self, table_rows: Int64s, seeds: Int64s, num_drafts: NDArray[np.integer], values: Float32s) -> None:
         """Send the sampling rows of a step to the device, in one copy. See the class for the arguments."""
         staged, count = np.zeros(self._staged.shape, np.int64), len(table_rows)
         staged[0, count:] = self._max_rows
@@ -169,11 +142,9 @@ class SamplerRows:
 
 class RejectionSampler:
     """Verifies the drafts of steps, and keeps the next input tokens of every request on the device.
-
     rows: buffers that `verify` (eager) and `record` (captured) read. distribution: returns the distribution from which
-    the drafts of table rows were sampled.
-    can_capture: whether a graph can contain this distribution; other drafters than EAGLE may return a new tensor each
-    time.
+    the drafts of table rows were sampled. can_capture: whether a graph can contain this distribution; other drafters
+    than EAGLE may return a new tensor each time.
     """
 
     def __init__(
@@ -193,11 +164,7 @@ class RejectionSampler:
         rule.require(self.distribution(torch.zeros(0, dtype=torch.int64, device=self.device)))
         self.rows = SamplerRows(len(table.token_ids), 1 + num_speculative_tokens, self.device)
 
-    def next_tokens(self, batch: StepBatch) -> Tensor:
-        """Return the last sampled token (R,) int64 of each of the R requests of the batch."""
-        return self.rows.next_ids[:, 0].index_select(0, batch.index.rows)
-
-    def drafts_of(self, table_rows: NDArray[np.int64]) -> Tensor:
+    def drafts_of(self, table_rows: Int64s) -> Tensor:
         """Return the drafts of n rows of the request table, (n, num_drafts) int64 on the device, -1 for none."""
         return self.rows.next_ids[:, 1:].index_select(0, upload(table_rows, self.device))
 
@@ -221,18 +188,12 @@ class RejectionSampler:
         if count == num_rows:  # no row has drafts
             return next_ids[:, 0].index_select(0, index.rows[:num_rows])
         ids_DJ = next_ids.index_select(0, index.rows[:num_rows])
-        if count == ids_DJ.numel():
-            ids = ids_DJ.view(-1)
-        else:
-            ids = ids_DJ[index.owners[:count], index.num_before[:count]]
+        every = count == ids_DJ.numel()
+        ids = ids_DJ.view(-1) if every else ids_DJ[index.owners[:count], index.num_before[:count]]
         return ids.clamp_min_(0)  # an empty slot holds -1, and is rejected below
 
     def _sampling_inputs(
-        self,
-        table_rows: NDArray[np.int64],
-        values: NDArray[np.float32],
-        num_drafts: NDArray[np.int32],
-        index: LogitsIndex,
+        self, table_rows: Int64s, values: Float32s, num_drafts: Int32s, index: LogitsIndex
     ) -> SamplingInputs:
         count, sampler, metadata = len(table_rows), self.sampler, None
         greedy = sampler.all_greedy(table_rows)
@@ -244,10 +205,10 @@ class RejectionSampler:
         temperature = self.rows.values[:count, 0].contiguous()
         return SamplingInputs(num_drafts, plain, kind, self.rows.seeds[:count], temperature, metadata)
 
-    def num_generated(self, batch: StepBatch) -> NDArray[np.int64]:
+    def num_generated(self, batch: StepBatch) -> Int64s:
         """Return upper bounds (S,) of the tokens that the S sampling requests have generated before this step."""
         table, (_, rows_S) = self.table, batch.sampled
-        found: NDArray[np.int64] = table.num_tokens[rows_S] - table.prompt_len[rows_S] - 1 - batch.index.num_slots_S
+        found: Int64s = table.num_tokens[rows_S] - table.prompt_len[rows_S] - 1 - batch.index.num_slots_S
         return found
 
     def _num_valid(self, batch: StepBatch) -> Tensor | None:
@@ -262,13 +223,10 @@ class RejectionSampler:
         num_valid[:num_decodes] = self.rows.num_valid[:num_decodes]  # decodes come first, and all of them sample
         return num_valid
 
-    # --- eager ------------------------------------------------------------------------------------------------
-
     def verify(
         self, batch: StepBatch, metadata: CommonAttentionMetadata, hidden_TD: Tensor, allowed: Tensor | None = None
     ) -> SampledStep:
         """Verify the drafts of the requests that sample in this step, and sample. Call `stage` before.
-
         allowed: bit mask of the tokens that may be sampled in each row of logits, see `forbid_`; None: all.
         """
         index, inputs = batch.index, batch.sampling
@@ -296,14 +254,11 @@ class RejectionSampler:
         if processed.empty is not None:
             after_S = (index.starts[:-1] + emitted.num_emitted).clamp_max_(index.num_logits - 1)
             bad += emitted.bad & processed.empty[after_S]
-        packed = _pack(emitted, bad, drafts_SK)
-        output = SamplerOutput(index.sampled, index.first_S, packed, 1 + self.num_drafts, logprobs)
-        return SampledStep(output, self._num_valid(batch))
+        return SampledStep(_pack(emitted, bad, drafts_SK), self._num_valid(batch), logprobs)
 
     def _process(
         self, batch: StepBatch, inputs: SamplingInputs, logits_LV: Tensor, drafts_SK: Tensor, allowed: Tensor | None
     ) -> ProcessedLogits:
-        """Apply token rules and penalties to the logits, and return them with the sampling parameters."""
         if inputs.plain and allowed is None:
             return ProcessedLogits(logits_LV, inputs.metadata, None)
         index, (_, rows_S), before_LK = batch.index, batch.sampled, None
@@ -333,12 +288,9 @@ class RejectionSampler:
             metadata=metadata,
         )
 
-    # --- captured ---------------------------------------------------------------------------------------------
-
     def record(self, metadata: CommonAttentionMetadata, hidden_TD: Tensor, kind: str) -> Tensor:
         """Verify the staged requests of a padded batch, and sample. Can be captured. kind: one of `KINDS`.
-
-        Returns `SamplerOutput.packed`. Other results go to the buffers `rows`.
+        Returns `SampledStep.packed`. Other results go to the buffers `rows`.
         """
         rows, num_reqs = self.rows, metadata.num_reqs
         drafts_NK, values_N4, sampling = rows.drafts(num_reqs), rows.values[:num_reqs], None
@@ -358,10 +310,9 @@ class RejectionSampler:
 
     def outcome_of(self, batch: StepBatch, packed: Tensor) -> SampledStep:
         """Return the outcome of `record` for `batch`, from its result `packed`, which is copied on a CPU."""
-        index, packed_S = batch.index, packed[: len(batch.rows)]
+        packed_S = packed[: len(batch.rows)]
         packed_S = packed_S.clone() if self.device.type == "cpu" else packed_S
-        output = SamplerOutput(index.sampled, index.first_S, packed_S, 1 + self.num_drafts)
-        return SampledStep(output, self.rows.num_valid[: len(batch.rows)] if self.num_drafts else None)
+        return SampledStep(packed_S, self.rows.num_valid[: len(batch.rows)] if self.num_drafts else None)
 
 
 def draw(sampler: Sampler, processed: ProcessedLogits, seeds_S: Tensor, positions_S: Tensor) -> SampledTokens:
@@ -374,5 +325,4 @@ def draw(sampler: Sampler, processed: ProcessedLogits, seeds_S: Tensor, position
 
 
 def _pack(emitted: RejectionOutput, bad: Tensor, drafts: Tensor) -> Tensor:
-    """Concatenate the columns of `SamplerOutput.packed`."""
     return torch.cat((emitted.num_emitted.unsqueeze(1), bad.unsqueeze(1), emitted.tokens, drafts), 1)

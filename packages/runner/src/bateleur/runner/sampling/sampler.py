@@ -7,8 +7,6 @@ Legend for shapes: R rows of logits of this step, M rows of the request table, S
 step, V vocabulary.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from functools import partial
@@ -16,13 +14,13 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from bateleur.eagle import HashedVocab, Penalties, SamplingMetadata, VocabShard
 from bateleur.runner.sampling.logprobs import Logprobs, logprobs_of
 from bateleur.runner.sampling.token_rules import TokenRules
 from bateleur.runner.sampling_params import SamplingParams
+from bateleur.runner.utils.arrays import Float32s, Int64s
 from bateleur.runner.utils.device import DeviceCopies, upload
 
 _FLOAT32 = np.finfo(np.float32)
@@ -32,10 +30,9 @@ _NEUTRAL = np.array([0.0, -np.inf, 0.0, 1.0, 1.0, 0.0, 0.0], dtype=np.float32)
 
 class ProcessedLogits(NamedTuple):
     """Logits after token rules and penalties.
-
-    logits: (R, V) float32, before temperature and truncation, and on CUDA before penalties.
-    metadata: sampling parameters of every row; None if all rows are greedy and penalties are applied.
-    empty: (R,) bool, rows in which no token is allowed; None if no token is forbidden.
+    logits: (R, V) float32, before temperature and truncation, and on CUDA before penalties. metadata: sampling
+    parameters of every row; None if all rows are greedy and penalties are applied. empty: (R,) bool, rows in which no
+    token is allowed; None if no token is forbidden.
     """
 
     logits: Tensor
@@ -62,7 +59,7 @@ class Sampler:
         self.shard = shard
         self._tokens = (0, vocab_size) if shard is None else (shard.first, shard.end)
         self.vocab = HashedVocab.of(vocab_size if shard is None else shard, self._device)
-        self._rules = TokenRules(max_rows, vocab_size, self._device, shard)
+        self.rules = TokenRules(max_rows, vocab_size, self._device, shard)
         # Parameters are on the host; a step sends those of its rows if they have changed.
         self._values = np.tile(_NEUTRAL, (max_rows, 1))
         self._seeds = np.zeros(max_rows, dtype=np.int64)
@@ -84,12 +81,10 @@ class Sampler:
         bad_words: Sequence[Sequence[int]] = (),
     ) -> None:
         """Set the sampling parameters of table row `row` for a new or resumed request.
-
-        seed: int64, chosen by the engine if `params.seed` is None.
-        output_token_ids: tokens that a resumed request has generated.
-        stop_token_ids: ids that end the request; forbidden until `params.min_tokens` are generated.
-        bad_words: token ids of each way to write the words in `params.bad_words`.
-        Token ids must be in [0, V); the caller checks that.
+        seed: int64, chosen by the engine if `params.seed` is None. output_token_ids: tokens that a resumed request has
+        generated. stop_token_ids: ids that end the request; forbidden until `params.min_tokens` are generated.
+        bad_words: token ids of each way to write the words in `params.bad_words`. Token ids must be in [0, V); the
+        caller checks that.
         """
         self.release(row)
         values = self._values[row]
@@ -108,7 +103,7 @@ class Sampler:
         if (more := len(named) - self._named.shape[1]) > 0:
             self._named = np.pad(self._named, ((0, 0), (0, more)), constant_values=-1)
         self._named[row, : len(named)] = named
-        self._rules.admit(row, params, output_token_ids, stop_token_ids, bad_words)
+        self.rules.admit(row, params, output_token_ids, stop_token_ids, bad_words)
         if penalties != (1.0, 0.0, 0.0):
             self._penalised[row] = True
             self._count(row, prompt_token_ids, output_token_ids)
@@ -117,7 +112,7 @@ class Sampler:
         """Remove the parameters in table row `row`, if it has any."""
         self._values[row] = _NEUTRAL
         self._num_logprobs[row] = self._named[row] = -1
-        self._rules.release(row)
+        self.rules.release(row)
         self._penalised[row] = self._truncated[row] = False
 
     def forget_counts(self) -> None:
@@ -128,8 +123,8 @@ class Sampler:
     def process(
         self,
         logits: Tensor,
-        rows: NDArray[np.int64],
-        num_output_tokens: NDArray[np.int64],
+        rows: Int64s,
+        num_output_tokens: Int64s,
         before: Tensor | None = None,
         allowed: Tensor | None = None,
     ) -> ProcessedLogits:
@@ -143,7 +138,7 @@ class Sampler:
         before: (R, K) int64 on the device, drafts before the row, -1 for no draft; for bad words and penalties.
         allowed: (R, ceil(V / 32)) int32 on the device, bits of the allowed tokens, see `forbid_`.
         """
-        processed, empty = self._rules.apply(logits, rows, num_output_tokens, before, allowed)
+        processed, empty = self.rules.apply(logits, rows, num_output_tokens, before, allowed)
         penalties, penalised = None, np.flatnonzero(self._penalised[rows])
         if penalised.size and logits.is_cuda:
             penalties = self._penalties(rows, before)
@@ -158,15 +153,15 @@ class Sampler:
             return ProcessedLogits(processed, None, empty)
         return ProcessedLogits(processed, SamplingMetadata(values, self._copies("values", values), penalties), empty)
 
-    def looks_back(self, rows: NDArray[np.int64]) -> bool:
+    def looks_back(self, rows: Int64s) -> bool:
         """Return whether `process` reads the drafts `before` for these requests."""
-        return bool(self._penalised[rows].any()) or self._rules.looks_back(rows)
+        return bool(self._penalised[rows].any()) or self.rules.looks_back(rows)
 
-    def scores(self, rows: NDArray[np.int64]) -> bool:
+    def scores(self, rows: Int64s) -> bool:
         """Return whether one of these requests needs log probabilities."""
         return bool((self._num_logprobs[rows] >= 0).any())
 
-    def logprobs(self, logits: Tensor, token_ids: Tensor, rows: NDArray[np.int64]) -> Logprobs | None:
+    def logprobs(self, logits: Tensor, token_ids: Tensor, rows: Int64s) -> Logprobs | None:
         """Return log probabilities of (R,) tokens under the raw logits; None if no request in `rows` (R,) needs any."""
         wanted = int(self._num_logprobs[rows].max(initial=-1))
         if wanted < 0:
@@ -175,7 +170,7 @@ class Sampler:
         named = named[:, : (named >= 0).sum(axis=1).max(initial=0)]
         return logprobs_of(logits, token_ids, wanted, self.shard, self._copies("named", named) if named.size else None)
 
-    def _penalties(self, rows: NDArray[np.int64], before: Tensor | None) -> Penalties:
+    def _penalties(self, rows: Int64s, before: Tensor | None) -> Penalties:
         assert self._output_counts is not None
         assert self._prompt_mask is not None
         if before is not None and self.shard is not None:
@@ -185,9 +180,9 @@ class Sampler:
         owners = self._copies("penalised rows", rows)
         return Penalties(values, owners, self._output_counts, self._prompt_mask, before)
 
-    def count(self, rows: NDArray[np.int64], token_ids: Tensor) -> None:
+    def count(self, rows: Int64s, token_ids: Tensor) -> None:
         """Record emitted tokens for penalties and bad words. token_ids: (R, n) int64 on the device, -1 for no token."""
-        self._rules.count(rows, token_ids)
+        self.rules.count(rows, token_ids)
         chosen = np.flatnonzero(self._penalised[rows])
         if not chosen.size:
             return
@@ -200,33 +195,26 @@ class Sampler:
         cells_SJ = self._copies("counts", rows[chosen] * self._output_counts.shape[1]).unsqueeze(1) + lane_SJ
         self._output_counts.view(-1).scatter_add_(0, cells_SJ.flatten(), here_SJ.to(torch.int32).flatten())
 
-    def depends_on_length(
-        self, rows: NDArray[np.int64], min_lengths: NDArray[np.int32], max_lengths: NDArray[np.int32]
-    ) -> NDArray[np.bool_]:
-        """Return (R,) bool: whether sampling may change while a request goes from min to max generated tokens."""
-        return self._rules.depends_on_length(rows, min_lengths, max_lengths)
-
-    def is_plain(self, rows: NDArray[np.int64], num_output_tokens: NDArray[np.int64]) -> bool:
+    def is_plain(self, rows: Int64s, num_output_tokens: Int64s) -> bool:
         """Return whether these requests have no token rules, penalties or log probabilities.
-
         num_output_tokens: numbers of generated tokens, on which `min_tokens` depends.
         """
         others = self._penalised[rows].any() or self.scores(rows)
-        return not (others or self._rules.concern(rows, num_output_tokens))
+        return not (others or self.rules.concern(rows, num_output_tokens))
 
-    def values_of(self, rows: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+    def values_of(self, rows: Int64s) -> tuple[Int64s, Float32s]:
         """Return seeds (R,) of these requests, and the values (R, 4) of their `SamplingMetadata`."""
         return self._seeds[rows], self._values[rows, :_REPETITION]
 
-    def all_greedy(self, rows: NDArray[np.int64]) -> bool:
+    def all_greedy(self, rows: Int64s) -> bool:
         """Return whether all these requests are greedy."""
         return not self._values[rows, _TEMPERATURE].any()
 
-    def truncates(self, rows: NDArray[np.int64]) -> bool:
+    def truncates(self, rows: Int64s) -> bool:
         """Return whether one of these requests uses min_p, top_k or top_p."""
         return bool(self._truncated[rows].any())
 
-    def noise_keys(self, rows: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
+    def noise_keys(self, rows: Int64s) -> tuple[Tensor, Tensor]:
         """Return seeds (R,) int64 and temperatures (R,) float32 of requests on the device; do not write to them."""
         seeds = self._copies("seeds", self._seeds[rows])
         return seeds, self._copies("temperatures", self._values[rows, _TEMPERATURE])

@@ -3,14 +3,12 @@
 # Shape letters: R rows of a step, N with padding, T tokens, L rows of logits, W words of 32 bits, J = 1 + K tokens of a
 # row at most, D hidden size.
 
-from __future__ import annotations
-
-import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from types import MappingProxyType
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
@@ -31,12 +29,13 @@ from bateleur.cudagraph import (
 from bateleur.cudagraph.backends import get_backend
 from bateleur.metadata import CommonAttentionMetadata
 from bateleur.runner.config.graph_options import GraphOptions
-from bateleur.runner.model_runner.model_state import ModelState
-from bateleur.runner.model_runner.row_lengths import RowLengths
+from bateleur.runner.model_runner.graph_dispatcher import capture_graphs
+from bateleur.runner.model_runner.model_state import ModelState, RowLengths, StagedStep
 from bateleur.runner.models import StepContext
 from bateleur.runner.sampling.rejection_sampler import GREEDY, KINDS, TRUNCATED, RejectionSampler, SampledStep
 from bateleur.runner.scheduling.step_batch import StepBatch
 
+S = TypeVar("S")
 Forward = CudaGraphManager[StepContext, tuple[Tensor, ...]]
 
 
@@ -48,8 +47,8 @@ class SampleState:
     hidden: Tensor
 
 
-class SampleStepProducer:
-    """Makes dummy and random steps to capture and verify graphs of the end of a step. Replays their forward pass."""
+class AfterForward(Generic[S]):
+    """Base of producers of dummy and random steps for graphs that run after a forward pass, which is replayed first."""
 
     def __init__(self, forward: Forward, sampler: RejectionSampler) -> None:
         self._forward, self._sampler = forward, sampler
@@ -60,28 +59,28 @@ class SampleStepProducer:
         """Number of times that the step's buffers have been written."""
         return self._forward_states.generation
 
-    def stage(self, key: BatchExecutionDescriptor, phase: Phase) -> StagedBatch[SampleState]:
+    def stage(self, key: BatchExecutionDescriptor, phase: Phase) -> StagedBatch[S]:
         """Stage a dummy step without sampling requests."""
         forward_step = self._forward_states.stage(replace(key, variant=()), phase)
+        outputs = self._forward.replay(replace(key, variant=()), forward_step)
         self._sampler.rows.clear()
-        return self._after_forward(forward_step, key)
+        return self._after(key, forward_step, outputs, phase)
 
-    def fuzz(self, key: BatchExecutionDescriptor, seed: int) -> StagedBatch[SampleState]:
-        """Stage a random step with random sampling parameters and drafts; for an engine without requests."""
+    def fuzz(self, key: BatchExecutionDescriptor, seed: int) -> StagedBatch[S]:
+        """Stage a random step; for an engine without requests."""
         forward_step = self._forward_states.fuzz(replace(key, variant=()), seed)
-        staged = self._after_forward(forward_step, key)
-        rng = np.random.default_rng(seed)
-        stage_random_rows(self._sampler, forward_step.state.batch, staged.state.hidden, rng, str(key.variant[0]))
-        return staged
+        outputs = self._forward.replay(replace(key, variant=()), forward_step)
+        self._randomize(key, forward_step.state, outputs[0], seed)
+        return self._after(key, forward_step, outputs, Phase.RUN)
 
-    def _after_forward(
-        self, forward_step: StagedBatch[StepContext], key: BatchExecutionDescriptor
-    ) -> StagedBatch[SampleState]:
-        assert forward_step.key is not None
-        hidden, *_ = self._forward.replay(forward_step.key, forward_step)
-        return StagedBatch(
-            key, SampleState(forward_step.state, hidden), forward_step.generation, forward_step.signature
-        )
+    def _randomize(self, key: BatchExecutionDescriptor, context: StepContext, hidden: Tensor, seed: int) -> None:
+        raise NotImplementedError
+
+    def _after(
+        self, key: BatchExecutionDescriptor, step: StagedStep, outputs: tuple[Tensor, ...], phase: Phase
+    ) -> StagedBatch[S]:
+        """Stage what follows a forward pass. outputs: as of `GraphDispatcher.run`."""
+        raise NotImplementedError
 
     def addresses(self) -> Mapping[str, int]:
         """Addresses of the buffers of the step and of the sampler."""
@@ -92,6 +91,19 @@ class SampleStepProducer:
         """Fill the buffers of the step and of the sampler with invalid values."""
         self._forward_states.poison()
         self._sampler.rows.poison()
+
+
+class SampleStepProducer(AfterForward[SampleState]):
+    """Makes steps with sampling parameters and drafts, to capture and verify graphs of the end of a step."""
+
+    def _randomize(self, key: BatchExecutionDescriptor, context: StepContext, hidden: Tensor, seed: int) -> None:
+        rng = np.random.default_rng(seed)
+        stage_random_rows(self._sampler, context.batch, hidden, rng, str(key.variant[0]))
+
+    def _after(
+        self, key: BatchExecutionDescriptor, step: StagedStep, outputs: tuple[Tensor, ...], phase: Phase
+    ) -> StagedBatch[SampleState]:
+        return StagedBatch(key, SampleState(step.state, outputs[0]), step.generation, step.signature)
 
 
 def stage_random_rows(
@@ -117,79 +129,22 @@ def stage_random_rows(
     sampler.rows.stage(np.arange(count), seeds, num_drafts, values)
 
 
-def sample_graph_keys(forward: Iterable[BatchExecutionDescriptor]) -> tuple[BatchExecutionDescriptor, ...]:
-    """Return graph keys of the end of a step: per forward key with equal query lengths, one per kind of sampler."""
-    uniform = [key for key in forward if key.uniform_query_len]
-    return tuple(replace(key, variant=(kind,)) for key in uniform for kind in KINDS)
+def variant_keys(
+    forward: Iterable[BatchExecutionDescriptor], variants: Sequence[str | int]
+) -> tuple[BatchExecutionDescriptor, ...]:
+    """Return one key per variant for each key of the forward pass with equal query lengths."""
+    return tuple(replace(key, variant=(each,)) for key in forward if key.uniform_query_len for each in variants)
 
 
-class SampleGraphs:
-    """CUDA graphs of the end of a step, for decode steps in which all requests have equally many draft slots."""
-
-    def __init__(
-        self,
-        forward: Forward,
-        options: GraphOptions,
-        sampler: RejectionSampler,
-        model_state: ModelState,
-        lengths: RowLengths | None,
-    ) -> None:
-        """Plan graphs for each graph of `forward` with equal query lengths; `capture` captures them."""
-        self._forward, self._sampler = forward, sampler
-        self._model_state, self._lengths = model_state, lengths
-        ready = [key for key in forward.dispatcher.keys if key in forward.ready]
-        keys = sample_graph_keys(ready) if sampler.can_capture else ()
-        # The dispatcher makes no decision: an end runs on the key of its forward pass.
-        dispatcher = CudagraphDispatcher(CudaGraphMode.FULL, keys, MappingProxyType({}))
-        backend = get_backend(options.backend, sampler.device)
-        self.manager: CudaGraphManager[SampleState, Tensor] = CudaGraphManager(
-            dispatcher, backend, checks=options.checks
-        )
-
-    def capture(self) -> None:
-        """Capture all graphs. Warns if a capture fails; that step end then always runs eagerly."""
-        if not self.manager.dispatcher.keys:
-            return
-        with torch.inference_mode():
-            self.manager.capture(SampleStepProducer(self._forward, self._sampler), self._body, keep_going=True)
-        for failure in self.manager.report.failures:
-            warnings.warn(f"no graph of the end for {failure.key}: {failure.reason}", RuntimeWarning, stacklevel=2)
-
-    def has(self, key: BatchExecutionDescriptor) -> bool:
-        """Whether the end of a step with forward graph `key` has graphs for all kinds of sampler."""
-        return all(replace(key, variant=(kind,)) in self.manager.ready for kind in KINDS)
-
-    def run(self, staged: StagedBatch[StepContext], hidden_TD: Tensor, kind: str) -> Tensor:
-        """Replay the graph of the end of a step; returns `SamplerOutput.packed`. Raises ReplayFailed."""
-        assert staged.key is not None
-        key = replace(staged.key, variant=(kind,))
-        state = SampleState(staged.state, hidden_TD)
-        return self.manager.replay(key, StagedBatch(key, state, staged.generation, staged.signature))
-
-    def verify(self, fuzz: int, written: Callable[[StepContext], Mapping[str, Tensor]]) -> VerifyReport:
-        """Check that replays equal eager runs on random steps. written: returns the parts of caches that may change."""
-
-        def also(state: SampleState) -> dict[str, Tensor]:
-            rows, count = self._sampler.rows, state.context.batch.num_actual_reqs
-            own = {"next": rows.next_ids[:-1], **self._model_state.carried()}
-            if self._lengths is not None:
-                own["lengths"] = self._lengths.computed
-            own |= {"emitted": rows.emitted[:count], "num_valid": rows.num_valid[:count]}
-            return {**written(state.context), **own}
-
-        with torch.inference_mode():
-            return self.manager.verify(fuzz=fuzz, extra_tensors=also)
-
-    def _body(self, execution: Execution[SampleState]) -> Tensor:
-        assert execution.key is not None
-        context, rows = execution.state.context, self._sampler.rows
-        metadata, kind = context.batch, str(execution.key.variant[0])
-        packed = self._sampler.record(metadata, execution.state.hidden, kind)
-        num_valid = rows.num_valid[: metadata.num_reqs]
-        self._model_state.commit(context, num_valid if self._sampler.num_drafts else None, captured=True)
-        if self._lengths is not None:
-            self._lengths.advance(rows.table_rows[: metadata.num_reqs], metadata, num_valid)
-        return packed
+def graphs_after(
+    forward: Forward, variants: Sequence[str | int], options: GraphOptions, device: torch.device
+) -> CudaGraphManager[Any, Tensor]:
+    """Return a manager for graphs after each captured graph of `forward` with equal query lengths, one per variant.
+    Its dispatcher makes no decision: what follows a forward pass runs on the key of that pass.
+    """
+    keys = variant_keys([key for key in forward.dispatcher.keys if key in forward.ready], variants)
+    dispatcher = CudagraphDispatcher(CudaGraphMode.FULL, keys, MappingProxyType({}))
+    return CudaGraphManager(dispatcher, get_backend(options.backend, device), checks=options.checks)
 
 
 class SampleDispatchReason(StrEnum):
@@ -206,28 +161,27 @@ class SampleDispatchReason(StrEnum):
 
 class SampleStep:
     """Runs the end of a step: samples tokens, commits recurrent states, and advances sequence lengths.
-
-    by_reason: number of steps by `SampleDispatchReason`.
+    by_reason: number of steps by `SampleDispatchReason`. manager: graphs for decode steps in which all requests have
+    equally many draft slots; None without graphs.
     """
 
     def __init__(self, sampler: RejectionSampler, model_state: ModelState, lengths: RowLengths | None) -> None:
         """lengths: sequence lengths on the device; None if the engine stages steps from lengths on the host."""
         self.sampler, self._model_state, self._lengths = sampler, model_state, lengths
-        self.graphs: SampleGraphs | None = None
+        self.manager: CudaGraphManager[SampleState, Tensor] | None = None
         self._poison = False
         self.by_reason: Counter[SampleDispatchReason] = Counter()
 
     def capture(self, forward: Forward, options: GraphOptions) -> None:
         """Capture graphs that sample and commit after the forward passes that `forward` has graphs of."""
         self._poison = options.checks >= ReplayChecks.PARANOID
-        self.graphs = SampleGraphs(forward, options, self.sampler, self._model_state, self._lengths)
-        self.graphs.capture()
+        kinds = KINDS if self.sampler.can_capture else ()
+        self.manager = graphs_after(forward, kinds, options, self.sampler.device)
+        steps = SampleStepProducer(forward, self.sampler)
+        capture_graphs(self.manager, steps, self._body, self.sampler.model.peers, "no graph of the end")
 
-    def run(
-        self, batch: StepBatch, staged: StagedBatch[StepContext], hidden_TD: Tensor, allowed: Tensor | None
-    ) -> SampledStep:
+    def run(self, batch: StepBatch, staged: StagedStep, hidden_TD: Tensor, allowed: Tensor | None) -> SampledStep:
         """End a staged step after its forward pass. allowed: see `GrammarMasks.allowed`.
-
         Raises ReplayFailed if the graph failed; its key runs eagerly from then on.
         """
         sampler = self.sampler
@@ -236,9 +190,8 @@ class SampleStep:
         if self._poison:
             sampler.rows.poison_emitted()
         if reason is SampleDispatchReason.GRAPH:
-            assert self.graphs is not None
             assert batch.sampling is not None
-            return sampler.outcome_of(batch, self.graphs.run(staged, hidden_TD, batch.sampling.kind))
+            return sampler.outcome_of(batch, self.replay(staged, hidden_TD, batch.sampling.kind))
         metadata = staged.state.batch
         ended = sampler.verify(batch, metadata, hidden_TD, allowed)
         self._model_state.commit(staged.state, ended.num_valid)
@@ -246,11 +199,17 @@ class SampleStep:
             self._lengths.advance(batch.index.rows, metadata, ended.num_valid)
         return ended
 
-    def _reason(
-        self, batch: StepBatch, staged: StagedBatch[StepContext], allowed: Tensor | None
-    ) -> SampleDispatchReason:
+    def replay(self, staged: StagedStep, hidden_TD: Tensor, kind: str) -> Tensor:
+        """Replay the graph of the end of a step; returns `SampledStep.packed`. Raises ReplayFailed."""
+        assert self.manager is not None
+        assert staged.key is not None
+        key = replace(staged.key, variant=(kind,))
+        state = SampleState(staged.state, hidden_TD)
+        return self.manager.replay(key, StagedBatch(key, state, staged.generation, staged.signature))
+
+    def _reason(self, batch: StepBatch, staged: StagedStep, allowed: Tensor | None) -> SampleDispatchReason:
         key, sampler = staged.key, self.sampler
-        if self.graphs is None:
+        if self.manager is None:
             return SampleDispatchReason.NO_GRAPHS
         if key is None or key.uniform_query_len is None:
             return SampleDispatchReason.FORWARD
@@ -261,4 +220,31 @@ class SampleStep:
         assert batch.sampling is not None
         if not batch.sampling.plain and not sampler.sampler.is_plain(batch.rows, sampler.num_generated(batch)):
             return SampleDispatchReason.RULES
-        return SampleDispatchReason.GRAPH if self.graphs.has(key) else SampleDispatchReason.NOT_READY
+        captured = all(each in self.manager.ready for each in variant_keys((key,), KINDS))
+        return SampleDispatchReason.GRAPH if captured else SampleDispatchReason.NOT_READY
+
+    def verify(self, fuzz: int, written: Callable[[StepContext], Mapping[str, Tensor]]) -> VerifyReport:
+        """Check that replays equal eager runs on random steps. written: returns the parts of caches that may change."""
+
+        def also(state: SampleState) -> dict[str, Tensor]:
+            rows, count = self.sampler.rows, state.context.batch.num_actual_reqs
+            own = {"next": rows.next_ids[:-1], **self._model_state.carried()}
+            if self._lengths is not None:
+                own["lengths"] = self._lengths.computed
+            own |= {"emitted": rows.emitted[:count], "num_valid": rows.num_valid[:count]}
+            return {**written(state.context), **own}
+
+        assert self.manager is not None
+        with torch.inference_mode():
+            return self.manager.verify(fuzz=fuzz, extra_tensors=also)
+
+    def _body(self, execution: Execution[SampleState]) -> Tensor:
+        assert execution.key is not None
+        context, rows = execution.state.context, self.sampler.rows
+        metadata, kind = context.batch, str(execution.key.variant[0])
+        packed = self.sampler.record(metadata, execution.state.hidden, kind)
+        num_valid = rows.num_valid[: metadata.num_reqs]
+        self._model_state.commit(context, num_valid if self.sampler.num_drafts else None, captured=True)
+        if self._lengths is not None:
+            self._lengths.advance(rows.table_rows[: metadata.num_reqs], metadata, num_valid)
+        return packed

@@ -10,8 +10,6 @@ of them at once.
 # Shape letters: R or L rows of logits, M rows of the request table, V vocabulary, W words of 32 bits, N entries of
 # biases, J places of a request, P tokens of a prefix, K drafts at most.
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -19,18 +17,21 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from bateleur.eagle import VocabShard
-from bateleur.runner.sampling.masks import forbid_, mask_words, words_of
 from bateleur.runner.sampling_params import SamplingParams
+from bateleur.runner.utils.arrays import Bools, Float32s, Int32s, Int64s
 from bateleur.runner.utils.device import DeviceCopies, upload
+
+_ANY, _NONE = -2, -1
+"""In a prefix: any token. In generated tokens: none yet."""
+Words = Sequence[Sequence[int]]
+"""Token ids of bad words."""
 
 
 class TokenRules:
     """Token rules of running requests, by row of the request table.
-
     max_rows: rows of the table (M). vocab_size: V. device: device of the logits. shard: vocabulary shard of the logits.
     The bits of allowed tokens, M x V / 8 bytes, are allocated when the first request needs them.
     """
@@ -44,31 +45,25 @@ class TokenRules:
         self._min_tokens = np.zeros(max_rows, dtype=np.int64)
         self._stop_ids = np.zeros((max_rows, 1), dtype=np.int64)
         self._limited = np.zeros(max_rows, dtype=np.bool_)
-        self._biased = np.zeros(max_rows, dtype=np.bool_)
         self._allowed: Tensor | None = None  # (M, W) int32, all bits in rows that are not limited
         self._shard = shard
         self._first, self._end = (0, vocab_size) if shard is None else (shard.first, shard.end)
         self._biases = Biases(max_rows, (self._first, self._end), device)
 
     def admit(
-        self,
-        row: int,
-        params: SamplingParams,
-        output_token_ids: Sequence[int],
-        stop_token_ids: Sequence[int],
-        bad_words: Sequence[Sequence[int]],
+        self, row: int, params: SamplingParams, output: Sequence[int], stops: Sequence[int], words: Words
     ) -> None:
         """Set the token rules of table row `row` for a request; see `Sampler.admit` for the arguments."""
         self.release(row)
-        if params.min_tokens and stop_token_ids:
+        if params.min_tokens and stops:
             self._min_tokens[row] = params.min_tokens
-            if (more := len(stop_token_ids) - self._stop_ids.shape[1]) > 0:
+            if (more := len(stops) - self._stop_ids.shape[1]) > 0:
                 self._stop_ids = np.pad(self._stop_ids, ((0, 0), (0, more)), mode="edge")
-            self._stop_ids[row] = stop_token_ids[0]  # fills the rest of the row
-            self._stop_ids[row, : len(stop_token_ids)] = stop_token_ids
+            self._stop_ids[row] = stops[0]  # fills the rest of the row
+            self._stop_ids[row, : len(stops)] = stops
         if params.allowed_token_ids is not None:
             self._limit(row, params.allowed_token_ids)
-        self._biased[row] = self._biases.admit(row, params.logit_bias or {}, bad_words, output_token_ids)
+        self._biases.admit(row, params.logit_bias or {}, words, output)
 
     def release(self, row: int) -> None:
         """Remove the token rules in table row `row`, if it has any."""
@@ -77,20 +72,12 @@ class TokenRules:
             assert self._allowed is not None
             self._allowed[row].fill_(-1)
             self._limited[row] = False
-        if self._biased[row]:
-            self._biases.release(row)
-            self._biased[row] = False
+        self._biases.release(row)
 
     def apply(
-        self,
-        logits: Tensor,
-        rows: NDArray[np.int64],
-        num_output_tokens: NDArray[np.int64],
-        before: Tensor | None = None,
-        allowed: Tensor | None = None,
+        self, logits: Tensor, rows: Int64s, num_output_tokens: Int64s, before: Tensor | None, allowed: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         """Return the logits after token rules, and in which rows (R,) no token is allowed.
-
         Arguments as in `Sampler.process`. Without rules it returns the given logits and None.
         """
         early = np.flatnonzero(num_output_tokens < self._min_tokens[rows])
@@ -98,7 +85,7 @@ class TokenRules:
             assert self._allowed is not None
             own = self._allowed.index_select(0, self._copies("limited", rows))
             allowed = own if allowed is None else own & allowed
-        biased = self._biased[rows].any()
+        biased = self._biases.rows[rows].any()
         if not (early.size or biased) and allowed is None:
             return logits, None
         ruled = logits.clone(memory_format=torch.contiguous_format)
@@ -117,24 +104,21 @@ class TokenRules:
             best = self._shard.best(best)
         return ruled, best == -torch.inf
 
-    def concern(self, rows: NDArray[np.int64], num_output_tokens: NDArray[np.int64]) -> bool:
+    def concern(self, rows: Int64s, num_output_tokens: Int64s) -> bool:
         """Return whether a token rule applies to one of these requests at its number of generated tokens."""
-        return bool(
-            (num_output_tokens < self._min_tokens[rows]).any() or self._limited[rows].any() or self._biased[rows].any()
-        )
+        early = (num_output_tokens < self._min_tokens[rows]).any()
+        return bool(early or self._limited[rows].any() or self._biases.rows[rows].any())
 
-    def looks_back(self, rows: NDArray[np.int64]) -> bool:
+    def looks_back(self, rows: Int64s) -> bool:
         """Return whether `apply` reads the drafts `before` for one of these requests."""
-        return bool(self._biased[rows].any())
+        return bool(self._biases.rows[rows].any())
 
-    def depends_on_length(
-        self, rows: NDArray[np.int64], min_lengths: NDArray[np.int32], max_lengths: NDArray[np.int32]
-    ) -> NDArray[np.bool_]:
+    def depends_on_length(self, rows: Int64s, min_lengths: Int32s, max_lengths: Int32s) -> Bools:
         """Return (R,) bool: whether rules may change while a request goes from min to max generated tokens."""
         needed = self._min_tokens[rows]
         return (min_lengths < needed) & (needed <= max_lengths)
 
-    def count(self, rows: NDArray[np.int64], token_ids: Tensor) -> None:
+    def count(self, rows: Int64s, token_ids: Tensor) -> None:
         """Record emitted tokens for bad words. token_ids: (R, n) int64 on the device, -1 for no token."""
         self._biases.count(rows, token_ids)
 
@@ -147,19 +131,14 @@ class TokenRules:
         self._limited[row] = True
 
 
-_ANY, _NONE = -2, -1
-"""In a prefix: any token. In generated tokens: none yet."""
-
-
 class _Entries(NamedTuple):
     """N logit biases of one request, on the host: a value is added to its token after its prefix was generated.
-
     tokens, values: (N,). prefixes: (N, P) token ids, padded with `_ANY` on the left.
     """
 
-    tokens: NDArray[np.int64]
-    values: NDArray[np.float32]
-    prefixes: NDArray[np.int64]
+    tokens: Int64s
+    values: Float32s
+    prefixes: Int64s
 
 
 class _Table(NamedTuple):
@@ -173,17 +152,16 @@ class _Table(NamedTuple):
 
 class Biases:
     """Logit biases and bad words of the running requests, by row of the request table.
-
-    max_rows: rows of the table (M). tokens: first token of the logits, and one after the last. device: device of
-    the logits.
+    max_rows: rows of the table (M). tokens: first token of the logits, and one after the last. device: device of the
+    logits. rows: (M,) bool, rows that have biases, including those for tokens of other shards.
     """
 
     def __init__(self, max_rows: int, tokens: tuple[int, int], device: torch.device) -> None:
+        self.rows = np.zeros(max_rows, np.bool_)
         self._upload = partial(upload, device=device)
         self._copies = DeviceCopies(device)
         self._first, self._end = tokens
         self._entries: dict[int, list[_Entries]] = {}
-        """Entries by row."""
         self._tables: list[_Table] | None = None
         """Tables of all entries; None after a change."""
         self._follows = np.zeros(max_rows, np.bool_)
@@ -191,9 +169,8 @@ class Biases:
         self._tails = torch.full((max_rows, 0), _NONE, dtype=torch.int64, device=device)
         """(M, P) the last tokens that each of these rows has generated."""
 
-    def admit(self, row: int, bias: Mapping[int, float], words: Sequence[Sequence[int]], output: Sequence[int]) -> bool:
-        """Set the biases of table row `row`; returns whether there are any, including those of other shards.
-
+    def admit(self, row: int, bias: Mapping[int, float], words: Words, output: Sequence[int]) -> None:
+        """Set the biases of table row `row`.
         bias: value by token. words: token ids of each bad word. output: generated tokens.
         """
         self.release(row)
@@ -207,19 +184,18 @@ class Biases:
             entries.append(_Entries(tokens, values, np.empty((len(bias), 0), np.int64)))
         if entries:
             self._entries[row], self._tables = [self._own(each) for each in entries], None
+            self.rows[row] = True
         if longest := max(by_width, default=0):
             self._follow(row, longest, output)
-        return bool(entries)
 
     def release(self, row: int) -> None:
         """Remove the biases in table row `row`, if it has any."""
         if self._entries.pop(row, None) is not None:
             self._tables = None
-        self._follows[row] = False
+        self.rows[row] = self._follows[row] = False
 
-    def add_(self, logits: Tensor, rows: NDArray[np.int64], before: Tensor | None) -> None:
+    def add_(self, logits: Tensor, rows: Int64s, before: Tensor | None) -> None:
         """Add the biases of `rows` to the logits in place; see `Sampler.process` for the arguments.
-
         logits: contiguous. The rows of a request are adjacent.
         """
         starts = np.flatnonzero(np.diff(rows, prepend=-1))
@@ -241,7 +217,7 @@ class Biases:
             values_NJ = table.values.unsqueeze(1).where(applies_NJ, 0.0)
             logits.view(-1).scatter_add_(0, cells_NJ.flatten(), values_NJ.flatten())
 
-    def count(self, rows: NDArray[np.int64], token_ids: Tensor) -> None:
+    def count(self, rows: Int64s, token_ids: Tensor) -> None:
         """Record emitted tokens, (R, n) int64 on the device, -1 for no token."""
         chosen = np.flatnonzero(self._follows[rows])
         if not chosen.size:
@@ -270,7 +246,6 @@ class Biases:
         return ((known.unfold(1, width, 1) == prefixes_N1P) | (prefixes_N1P == _ANY)).all(2)
 
     def _follow(self, row: int, width: int, output: Sequence[int]) -> None:
-        """Track the last `width` tokens of a row."""
         self._follows[row] = True
         if (more := width - self._tails.shape[1]) > 0:
             self._tails = torch.nn.functional.pad(self._tails, (more, 0), value=_NONE)
@@ -300,9 +275,34 @@ def _width(length: int) -> int:
     return 1 << (length - 1).bit_length() if length else 0
 
 
-def _words(width: int, words: Sequence[Sequence[int]]) -> _Entries:
+def _words(width: int, words: Words) -> _Entries:
     prefixes = np.full((len(words), width), _ANY)
     for prefix, word in zip(prefixes, words, strict=True):
         prefix[width - len(word) + 1 :] = word[:-1]
     tokens = np.array([word[-1] for word in words])
     return _Entries(tokens, np.full(len(words), -np.inf, np.float32), prefixes)
+
+
+def mask_words(vocab_size: int) -> int:
+    """Return the number of 32-bit words in a mask of `vocab_size` tokens."""
+    return -(-vocab_size // 32)
+
+
+def words_of(token_ids: Sequence[int], vocab_size: int) -> Int32s:
+    """Return a bit mask of these tokens, each in [0, vocab_size): `mask_words` words, see `forbid_`."""
+    bits = np.zeros(32 * mask_words(vocab_size), np.uint8)
+    bits[np.asarray(token_ids, np.int64)] = 1
+    return np.packbits(bits, bitorder="little").view("<i4").astype(np.int32)
+
+
+def forbid_(logits_SV: Tensor, allowed_SW: Tensor, first: int = 0) -> None:
+    """Set logits to -inf, in place, for tokens without a bit in `allowed_SW`, even if they are NaN.
+    logits_SV: S rows of logits for the tokens from `first` on. allowed_SW: (S, words) int32 on the same device, bits of
+    the whole vocabulary: token t is bit t % 32, counted from the lowest, of word t // 32.
+    """
+    num_tokens = logits_SV.shape[1]
+    # Bytes take a quarter of the memory of words below.
+    bytes_SB = allowed_SW.contiguous().view(torch.uint8)[:, first // 8 : -(-(first + num_tokens) // 8)]
+    bit_8 = 1 << torch.arange(8, dtype=torch.uint8, device=logits_SV.device)
+    allowed_SV = bytes_SB.unsqueeze(2).bitwise_and(bit_8).flatten(1)[:, first % 8 :][:, :num_tokens]
+    logits_SV.masked_fill_(allowed_SV == 0, -torch.inf)

@@ -11,24 +11,25 @@ cache.
 
 # Shape letters: R rows of a step, T tokens of a step.
 
-from __future__ import annotations
-
 from bisect import insort
 from collections.abc import Iterable
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from bateleur.mamba import MambaStateManager
 from bateleur.runner.cache.block_pool import BlockPool
 from bateleur.runner.cache.prefix_cache import PrefixCache
-from bateleur.runner.requests.request import Request
-from bateleur.runner.requests.request_table import RequestTable
-from bateleur.runner.scheduling.request_queue import RequestQueue, service_order
+from bateleur.runner.requests.request import Request, RequestTable
 from bateleur.runner.scheduling.step_batch import StepBatch
+from bateleur.runner.utils.arrays import Bools, Int64s
 
 _NO_PROMPTS = np.empty(0, np.int32)
+
+
+def service_order(request: Request) -> tuple[int, int]:
+    """Return the sort key of a request: lower priority numbers first, then first come, first served."""
+    return request.priority, request.arrival
 
 
 class Scheduler:
@@ -55,10 +56,9 @@ class Scheduler:
         self.block_size, self.lookahead_tokens = block_size, lookahead_tokens
         self.max_num_batched_tokens = max_num_batched_tokens
         self.device = torch.device("cpu")
-        """Device of the tensors of a batch."""
-        self.waiting = RequestQueue()
+        self.waiting: list[Request] = []
         self.running: list[Request] = []
-        """In service order."""
+        """Both in service order."""
         self._preempted: set[Request] = set()
         """Preempted with tokens in flight: they wait until these tokens are known."""
         self._must_wait: set[int] = set()
@@ -75,8 +75,6 @@ class Scheduler:
         self.num_preemptions = 0
         self.batch: StepBatch | None = None
         """Batch of the last step while it repeats: all rows decode, and nothing has changed."""
-
-    # --- queues -------------------------------------------------------------------------------------------
 
     def add(self, request: Request) -> None:
         """Queue a request. It must fit the cache if it runs alone."""
@@ -99,7 +97,10 @@ class Scheduler:
         if leader is not None and self.prefixes is not None and not self._has_prompt(leader):
             self._followers.setdefault(leader, []).append(request)
         else:
-            self.waiting.add(request)
+            self._wait(request)
+
+    def _wait(self, request: Request) -> None:
+        insort(self.waiting, request, key=service_order)
 
     @property
     def num_waiting(self) -> int:
@@ -133,11 +134,7 @@ class Scheduler:
 
     def _queue_followers(self, leader: Request) -> None:
         for request in self._followers.pop(leader, ()):
-            self.waiting.add(request)
-
-    def blocks_needed(self, num_tokens: int) -> int:
-        """Return the number of KV blocks that hold `num_tokens` tokens; 0 for a model without attention."""
-        return 0 if self.pool is None else -(-num_tokens // self.block_size)
+            self._wait(request)
 
     def _release(self, request: Request) -> None:
         if self.states is not None:
@@ -152,7 +149,7 @@ class Scheduler:
         """Clear all caches and queue these requests for recomputation. Works from any inconsistent state."""
         every = set(requests)
         self.waiting_for_slot = {request for request in every if request.adapter_slot < 0}
-        self.waiting = RequestQueue(every - self.waiting_for_slot)
+        self.waiting = sorted(every - self.waiting_for_slot, key=service_order)
         self.running, self.admitted, self.batch, self._followers = [], [], None, {}
         self._preempted, self.fetching = set(), set()
         for request in self.waiting:
@@ -177,20 +174,17 @@ class Scheduler:
         self._release(request)
         request.num_preemptions += 1
         self.num_preemptions += 1
-        self.waiting.add(request)
-
-    # --- one step -----------------------------------------------------------------------------------------
+        self._wait(request)
 
     def schedule(self, *, in_flight: bool = False) -> StepBatch | None:
         """Return the batch of the next step, with its KV blocks allocated; None if nothing can run.
-
         The lengths in the request table then include this step, as upper bounds. in_flight: whether the results of
         another step are still unknown, so that the table has upper bounds for it, too.
         """
         if self.fetching and self.prefixes is not None and self.prefixes.offload_tiers is not None:
             for request in self.fetching.intersection(self.prefixes.offload_tiers.arrived()):
                 self.fetching.remove(request)
-                self.waiting.add(request)
+                self._wait(request)
         self._must_wait = self._rows_that_wait() if in_flight else set()
         budget = self.max_num_batched_tokens - self._allocate_decodes()
         batch = self.batch
@@ -212,11 +206,8 @@ class Scheduler:
         t.num_uncertain[rows[:n]] += lens[:n] - 1
         return batch
 
-    def commit(
-        self, batch: StepBatch, num_valid: NDArray[np.int64] | None = None, present: NDArray[np.bool_] | None = None
-    ) -> None:
+    def commit(self, batch: StepBatch, num_valid: Int64s | None = None, present: Bools | None = None) -> None:
         """Apply the results of the oldest step in flight to the request table.
-
         num_valid: (R,) number of leading tokens of each request that stay; None for all. present: (R,) whether each
         request still has its table row; None for all. Other requests are skipped.
         """
@@ -234,7 +225,7 @@ class Scheduler:
         t.num_uncertain[rows[:n]] -= lens[:n] - 1
         if self.prefixes is None:
             return
-        self.prefixes.insert(rows, before, after)
+        self.prefixes.insert(requests, rows, before, after)
         if self._followers:
             for leader in self._followers.keys() & set(requests):
                 if self._has_prompt(leader):
@@ -244,10 +235,8 @@ class Scheduler:
         return bool(self.table.num_computed[request.row] >= self.table.prefill_len[request.row])
 
     def _rows_that_wait(self) -> set[int]:
-        """Return the table rows of decoding requests that must wait for the step in flight.
-
-        They may have ended by then, or they cannot be planned from upper bounds of their lengths, which count empty
-        draft slots, too.
+        """Return the table rows of decoding requests that must wait for the step in flight. They may have ended by
+        then, or they cannot be planned from upper bounds of their lengths, which count empty draft slots, too.
         """
         t = self.table
         rows = self.batch.rows if self.batch is not None else self._decoding_rows()
@@ -260,7 +249,6 @@ class Scheduler:
 
     def _allocate_decodes(self) -> int:
         """Allocate blocks for the next tokens of decoding requests, preempting requests if needed.
-
         Returns the number of tokens.
         """
         t = self.table
@@ -282,13 +270,12 @@ class Scheduler:
             self.preempt(self.running[-1])
         return int(lens.sum())
 
-    def _decoding_rows(self) -> NDArray[np.int64]:
+    def _decoding_rows(self) -> Int64s:
         rows = np.array([r.row for r in self.running if r.row not in self._must_wait], dtype=np.int64)
         return rows[self.table.num_computed[rows] >= self.table.prefill_len[rows]]
 
     def _schedule_prefills(self, budget: int) -> list[tuple[Request, int]]:
         """Choose prompt chunks for the next step; returns requests with their numbers of tokens.
-
         budget: maximum tokens.
         """
         chunks: list[tuple[Request, int]] = []
@@ -300,7 +287,7 @@ class Scheduler:
                 chunks.append((request, count))
                 budget -= count
         while self._can_admit(budget):
-            request = self.waiting.pop()
+            request = self.waiting.pop(0)
             if self.prefixes is not None and self.prefixes.fetch(request):
                 self.fetching.add(request)
                 continue
@@ -330,9 +317,9 @@ class Scheduler:
             request.prefix.num_cached_tokens, request.prefix.cache_miss = hit.num_tokens, hit.why
 
     def _can_admit(self, budget: int) -> bool:
-        if budget <= 0 or not self.waiting.requests or len(self.table.free_rows) <= len(self.fetching):
+        if budget <= 0 or not self.waiting or len(self.table.free_rows) <= len(self.fetching):
             return False
-        first = self.waiting.first
+        first = self.waiting[0]
         if first in self._preempted:
             return False
         if self.running and self.running[0].rope_length != first.rope_length:
@@ -340,7 +327,7 @@ class Scheduler:
         if self.pool is None or not self.running:
             return True
         # One spare block for each running request, so that admission does not cause a preemption at once.
-        return self.blocks_needed(first.num_tokens) + len(self.running) <= self.pool.num_free
+        return -(-first.num_tokens // self.block_size) + len(self.running) <= self.pool.num_free
 
     def _allocate_prefill(self, request: Request, budget: int) -> int:
         """Allocate blocks for the next chunk of a prompt. Returns the number of tokens that may run, 0 if none."""
@@ -357,13 +344,12 @@ class Scheduler:
         count = max(0, min(want, room))
         # A drafter's keys after the prompt are stored only if there is a free block for them.
         stored = min(computed + count + self.lookahead_tokens, t.max_model_len)
-        missing = min(self.blocks_needed(stored) - int(t.num_blocks[row]), self.pool.num_free)
+        missing = min(-(-stored // self.block_size) - int(t.num_blocks[row]), self.pool.num_free)
         t.give_blocks(row, self.pool.allocate(max(0, missing)))
         return count
 
     def _make_batch(self, chunks: list[tuple[Request, int]]) -> StepBatch | None:
         """Build the batch of decoding requests and these prompt chunks.
-
         Requests that the allocation has preempted are left out.
         """
         # Rows that are neighbours in the table are neighbours in the batch.

@@ -2,36 +2,31 @@
 
 # Shape letters: R rows of a step, T tokens, D decoding rows, S rows that sample a token, L rows of logits.
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
-from functools import cached_property
-from typing import Any, NamedTuple
+from functools import cached_property, partial
+from typing import NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from bateleur.cudagraph import DispatchDecision, UnpaddedBatch
 from bateleur.eagle import SamplingMetadata
 from bateleur.metadata import BatchShape, StepRows, decode_like, uniform_query_len
-from bateleur.runner.requests.request import Request
-from bateleur.runner.requests.request_table import RequestTable
+from bateleur.runner.requests.request import Request, RequestTable
+from bateleur.runner.utils.arrays import Bools, Int32s, Int64s
 from bateleur.runner.utils.device import upload
 
 
 class SamplingInputs(NamedTuple):
     """Sampling parameters of the S requests of a batch that sample a token.
-
-    num_drafts: (S,) number of drafts that each request verifies, on the host.
-    plain: whether no request has token rules, penalties or log probabilities.
-    kind: kind of captured sampler that they need, see `rejection_sampler.KINDS`.
-    seeds, temperature: (S,) int64 and float32 on the device.
-    metadata: sampling metadata of the L rows of logits; None if all requests are greedy, or not plain.
+    num_drafts: (S,) number of drafts that each request verifies, on the host. plain: whether no request has token
+    rules, penalties or log probabilities. kind: kind of captured sampler that they need, see `rejection_sampler.KINDS`.
+    seeds, temperature: (S,) int64 and float32 on the device. metadata: sampling metadata of the L rows of logits; None
+    if all requests are greedy, or not plain.
     """
 
-    num_drafts: NDArray[np.int32]
+    num_drafts: Int32s
     plain: bool
     kind: str
     seeds: Tensor
@@ -42,25 +37,24 @@ class SamplingInputs(NamedTuple):
 @dataclass(eq=False)
 class StepBatch:
     """The requests of one step, decodes first, then prefills.
-
     The scheduler returns the same object while its requests and draft lengths stay the same. Values that parts of a
     step derive from it are stored here and last as long as the batch. Its arrays are never written to.
     """
 
     requests: list[Request]
-    rows: NDArray[np.int64]
+    rows: Int64s
     """(R,) rows of the request table."""
-    query_lens: NDArray[np.int32]
+    query_lens: Int32s
     """(R,) tokens computed for each row."""
     num_decodes: int
     """D, leading rows after their prompt. They compute their last token and its drafts, which are on the device."""
-    samples: NDArray[np.bool_]
+    samples: Bools
     """(R,) whether the row computes its last known token, and so samples the next one."""
     device: torch.device
-    num_computed: NDArray[np.int32] = field(init=False)
+    num_computed: Int32s = field(init=False)
     """(R,) computed tokens of each row before this step; an upper bound where `is_exact` is False. Set by the
     scheduler for each step, as `is_exact` is."""
-    is_exact: NDArray[np.bool_] | None = field(default=None, init=False)
+    is_exact: Bools | None = field(default=None, init=False)
     """(R,) whether `num_computed` is exact; None if all are."""
     dispatch: tuple[DispatchDecision, BatchShape] | None = field(default=None, init=False)
     """Graph of the step, or the reason for none, and the padded sizes. Set by the model runner."""
@@ -90,7 +84,7 @@ class StepBatch:
         return bool(self.samples.all())
 
     @cached_property
-    def sampled(self) -> tuple[list[Request], NDArray[np.int64]]:
+    def sampled(self) -> tuple[list[Request], Int64s]:
         """The S requests that sample a token, and their rows (S,) of the request table."""
         if self.all_sample:
             return self.requests, self.rows
@@ -102,13 +96,13 @@ class StepBatch:
         return [request for request in self.requests if request.matcher is not None]
 
     @cached_property
-    def adapter_slots(self) -> NDArray[np.int32]:
+    def adapter_slots(self) -> Int32s:
         """(T,) slot of the LoRA adapter of each token, 0 for none."""
         slots = np.array([request.adapter_slot for request in self.requests], np.int32)
         return slots.repeat(self.query_lens)
 
     @cached_property
-    def index(self) -> LogitsIndex:
+    def index(self) -> "LogitsIndex":
         """Maps the rows of logits of the batch to its requests."""
         return LogitsIndex(self)
 
@@ -125,7 +119,6 @@ class StepBatch:
         self, table: RequestTable, sampled_ids: Tensor | None, num_computed_device: Tensor | None
     ) -> StepRows:
         """Return the step's rows (requests) for `InputBuffers`. If the batch repeats, only lengths and ids are new.
-
         sampled_ids: ids of the decoding requests on the device. num_computed_device: (R,) exact lengths, if `is_exact`
         is not None.
         """
@@ -140,7 +133,7 @@ class StepBatch:
             block_table_rows=self.rows,
         )
 
-    def _prompt_tokens(self, table: RequestTable) -> NDArray[np.int32]:
+    def _prompt_tokens(self, table: RequestTable) -> Int32s:
         """Return the token ids (T,) of the step. Those of decoding requests are 0 here and filled in on the device."""
         tokens_T = np.zeros(self.num_tokens, dtype=np.int32)
         if not self.all_decode:
@@ -159,32 +152,20 @@ class LogitsIndex:
     of a draft or of padding. Tensors are uploaded when they are first read.
 
     sampled: (S,) indices in the batch of requests that sample. first_S: (S,) first row of logits of each. num_slots_S:
-    (S,) draft slots of each. num_logits: L, number of rows of logits.
+    (S,) draft slots of each. num_logits: L, number of rows of logits. owner_L: (L,) index of the sampling request that
+    each row of logits belongs to. num_before_L: (L,) draft slots of the same request before each row of logits.
     """
 
     def __init__(self, batch: StepBatch) -> None:
-        self._batch, self._device = batch, batch.device
-        self.sampled: NDArray[np.int64] = batch.samples.nonzero()[0]
+        self._batch, self._upload = batch, partial(upload, device=batch.device)
+        self.sampled: Int64s = batch.samples.nonzero()[0]
         lens_S = batch.query_lens[self.sampled].astype(np.int64)
         lens_S[self.sampled >= batch.num_decodes] = 1
-        self._lens_S, self._ends_S = lens_S, lens_S.cumsum()
-        self.num_slots_S = lens_S - 1
-        self.first_S: NDArray[np.int64] = self._ends_S - lens_S
-        self.num_logits = int(lens_S.sum())
-
-    def _upload(self, array: NDArray[Any]) -> Tensor:
-        return upload(array, self._device)
-
-    @cached_property
-    def owner_L(self) -> NDArray[np.int64]:
-        """Index (L,) of the sampling request that each row of logits belongs to."""
-        return np.arange(len(self.sampled)).repeat(self._lens_S)
-
-    @cached_property
-    def num_before_L(self) -> NDArray[np.int64]:
-        """Number (L,) of draft slots of the same request before each row of logits."""
-        found: NDArray[np.int64] = np.arange(self.num_logits) - self.first_S[self.owner_L]
-        return found
+        self.num_slots_S, self.num_logits = lens_S - 1, int(lens_S.sum())
+        self.first_S: Int64s = lens_S.cumsum() - lens_S
+        self.owner_L = np.arange(len(lens_S)).repeat(lens_S)
+        self.num_before_L: Int64s = np.arange(self.num_logits) - self.first_S[self.owner_L]
+        self._first_token_S: Int64s = batch.query_lens.cumsum()[self.sampled] - lens_S
 
     @cached_property
     def owners(self) -> Tensor:
@@ -210,11 +191,6 @@ class LogitsIndex:
     def first_token(self) -> Tensor:
         """Index of the token that gives each sampling request's first row of logits, (S,) int64 on the device."""
         return self._upload(self._first_token_S)
-
-    @cached_property
-    def _first_token_S(self) -> NDArray[np.int64]:
-        found: NDArray[np.int64] = self._batch.query_lens.cumsum()[self.sampled] - self._lens_S
-        return found
 
     @cached_property
     def hidden(self) -> Tensor | None:

@@ -1,10 +1,9 @@
 """A draft head for a target model: loading, KV caches, and the proposer that runs it."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -51,9 +50,8 @@ class DraftHead:
         checkpoint: Checkpoint | None = None,
         shipped: bool = False,
         recorded: bool | None = None,
-    ) -> DraftHead:
+    ) -> Self:
         """Load a draft head for `target`, on its device and in its dtype.
-
         path: a folder, "mtp" for the head in the target's `checkpoint`, or "auto" for the head that is installed with
         the package's own model. shipped: whether the target is this model. recorded: see `Projection.pack`; None packs
         nothing. Raises ValueError for "auto" with another target, a folder or a checkpoint without a head, a head that
@@ -89,7 +87,7 @@ class DraftHead:
         return cls(head, report)
 
     @classmethod
-    def _of_target(cls, checkpoint: Checkpoint, target: HybridDecoder, recorded: bool | None) -> DraftHead:
+    def _of_target(cls, checkpoint: Checkpoint, target: HybridDecoder, recorded: bool | None) -> Self:
         """Load the MTP head in the target's files. On the device `meta` its weights are not loaded."""
         module = read_mtp(checkpoint)
         spec, share, exchange = module.spec, WHOLE, target.exchange
@@ -124,13 +122,10 @@ class DraftHead:
 
     @property
     def sync(self) -> DraftSync | None:
-        """Agreement on draft passes with other data-parallel ranks, which makes passes run eagerly; None without such
-        ranks.
-        """
-        head = self.head
-        if not isinstance(head, MtpHead) or head.exchange is None:
-            return None
-        return DraftSync(head, head.exchange)
+        """Agreement on draft passes with other data-parallel ranks, whose passes run eagerly; None without such."""
+        if isinstance(head := self.head, MtpHead) and head.exchange is not None:
+            return DraftSync(head, head.exchange)
+        return None
 
     def costs(self, dtype: torch.dtype, rule: Rule) -> DraftCosts:
         """Return the memory of the head per running request, with caches in `dtype`."""
@@ -153,7 +148,6 @@ class DraftHead:
         rule: Rule,
     ) -> EagleSpeculator:
         """Create the EAGLE proposer, with CUDA graphs in their own memory pool.
-
         Its KV caches use the block tables of the target's first KV cache group.
         """
         spec = self.head.spec
@@ -173,7 +167,6 @@ class DraftHead:
 
 def _ends_with_experts(spec: ModelSpec) -> bool:
     """Return whether the head has mixture-of-experts layers, and no attention after them.
-
     Such experts process only the tokens that draft. Experts before attention would process every token of a step.
     """
     kinds = [{type(shard) for shard in parts_of(layer)} for layer in spec.layers]
@@ -184,7 +177,6 @@ def _ends_with_experts(spec: ModelSpec) -> bool:
 
 def _chain_sizes(capture_sizes: Sequence[int] | None, limits: EngineLimits) -> tuple[int, ...]:
     """Return the batch sizes of graphs for draft passes with one token per request.
-
     They cover the requests of the target's decode graphs, with drafts and without.
     """
     most = limits.max_num_seqs

@@ -13,11 +13,9 @@ rotary embedding uses the position of f.
 Shapes: T tokens, R rows that draft, M hidden size.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
@@ -44,16 +42,8 @@ class _HeadStep(LayerStep):
     """Arguments of one pass of a head. own_attention: attention over the head's own caches."""
 
     own_attention: Attend
-
-    @property
-    def fuses_rotary(self) -> bool:
-        """False: `Attend` takes rotated queries and keys."""
-        return False
-
-    @property
-    def fuses_norm(self) -> bool:
-        """False: `Attend` takes normalised queries and keys."""
-        return False
+    fuses_rotary: ClassVar[bool] = False  # `Attend` takes normalised and rotated queries and keys
+    fuses_norm: ClassVar[bool] = False
 
     def attend(self, run: Callable[..., Tensor], index: int, *tensors: Tensor) -> Tensor:
         """Return the attention of layer `index` over the head's caches: (T, query heads, head size)."""
@@ -63,7 +53,6 @@ class _HeadStep(LayerStep):
 
 class MtpHead:
     """An MTP head, a `bateleur.eagle.heads.Head`. Its weights are uninitialised until a loader fills them.
-
     spec: sizes as every `Head` has them. module: sizes and types of its layers. embedding_first: whether the embedding
     is the first of the two inputs of `fc`.
     """
@@ -72,7 +61,6 @@ class MtpHead:
 
     def __init__(self, module: ModelSpec, target: HybridDecoder, exchange: ExpertParallel | None = None) -> None:
         """module: the target's spec with the layers of the head; attention of one size, no recurrent layers.
-
         exchange: exchanges tokens with ranks that have other experts, see `Experts`. Raises ValueError for attention
         layers of different sizes or windows.
         """
@@ -173,10 +161,8 @@ def _spec_of(module: ModelSpec) -> HeadSpec:
 
 
 class DraftSync:
-    """Makes all ranks run equally many draft passes, by one exchange of two integers.
-
-    Each pass of the head runs the collectives of its experts, but policies may want different numbers on each rank, and
-    an idle rank wants none.
+    """Makes all ranks run equally many draft passes, by one exchange of two integers. Each pass of the head runs the
+    collectives of its experts, but policies may want different numbers on each rank, and an idle rank wants none.
     """
 
     def __init__(self, head: MtpHead, exchange: ExpertParallel) -> None:
@@ -190,7 +176,6 @@ class DraftSync:
 
     def idle(self) -> int:
         """Take part in the proposals of other ranks, on a rank without requests; returns their number of drafts.
-
         A dummy token goes through the head, and nothing is stored.
         """
         drafts = self.agree(1, 0)
@@ -202,8 +187,4 @@ class DraftSync:
         like = self._head.fc_proj.weight
         zero = torch.zeros(1, dtype=torch.int64, device=like.device)
         hidden = torch.zeros(1, like.shape[0], dtype=like.dtype, device=like.device)
-        self._head.forward(zero, hidden, zero, _no_attention)
-
-
-def _no_attention(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return torch.zeros_like(q)
+        self._head.forward(zero, hidden, zero, lambda layer, q, k, v: torch.zeros_like(q))

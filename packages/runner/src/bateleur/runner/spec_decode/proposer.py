@@ -1,18 +1,14 @@
 """Speculative decoding in an engine: runs the drafter after each step, and asks the policy for draft lengths."""
 
-# Shape letters: R rows of a step, J = 1 + K.
-
-from __future__ import annotations
+# Shape letters: R rows of a step, K draft tokens at most, J = 1 + K.
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from bateleur.cudagraph import StagedBatch
 from bateleur.eagle import (
     AcceptanceEstimates,
     AcceptStats,
@@ -26,21 +22,24 @@ from bateleur.eagle import (
     Rule,
     SamplingDrafter,
     StepTime,
+    TargetNeeds,
 )
-from bateleur.runner.models import StepContext
-from bateleur.runner.requests.request import Request
+from bateleur.runner.model_runner.model_state import StagedStep
+from bateleur.runner.requests.request import Request, RequestTable
 from bateleur.runner.sampling.rejection_sampler import RejectionSampler, SampledStep
+from bateleur.runner.sampling.token_rules import TokenRules
 from bateleur.runner.scheduling.step_batch import StepBatch
-from bateleur.runner.spec_decode.drafter_checks import checked_drafts, checked_lengths
 from bateleur.runner.spec_decode.mtp_head import DraftSync
 from bateleur.runner.spec_decode.proposal_graphs import ProposalGraphs
+from bateleur.runner.utils.arguments import refuse, shown
+from bateleur.runner.utils.arrays import Int32s, Int64s
 from bateleur.runner.utils.device import DeviceCopies, upload
 
 
 class Proposal(NamedTuple):
     """Draft lengths after a step, and information about that step for the policy."""
 
-    lengths: NDArray[np.int32]
+    lengths: Int32s
     """(R,) drafts of each row for its next step."""
     num_requested: int
     """Drafts that the policy had requested for the decoding rows of the step that has ended."""
@@ -55,7 +54,8 @@ class Proposer:
     it knows how long a step took.
 
     policy: chooses draft lengths.
-    graphed: whether steps run in CUDA graphs; then the host never reads the drafts.
+    graphed: numbers of drafts, equal for all requests, for which steps have CUDA graphs; empty without graphs. With
+    graphs the host never reads the drafts.
     may_skip: whether the head may skip steps without drafts. This requires that no blocks are shared between requests
     and that no step is in flight.
     sync: agrees on the number of drafts with other data-parallel ranks.
@@ -67,13 +67,12 @@ class Proposer:
         sampler: RejectionSampler,
         policy: DraftPolicy,
         *,
-        graphed: bool = False,
+        graphed: Sequence[int] = (),
         may_skip: bool = False,
         sync: DraftSync | None = None,
     ) -> None:
         k, table = drafter.num_speculative_tokens, sampler.table
-        self.drafter, self.sync = drafter, sync
-        self.policy = policy
+        self.drafter, self.sync, self.policy, self._graphed = drafter, sync, policy, sorted(graphed)
         self._observer = policy if isinstance(policy, ObservingPolicy) else None
         self.acceptance = AcceptStats(k)
         self._estimates: AcceptanceEstimates | None = None
@@ -99,21 +98,23 @@ class Proposer:
         self._requested = np.zeros(num_rows, np.int32)
         """(N,) drafts that the policy asked for in the last step of each row."""
         self.graphs: ProposalGraphs | None = None
-        """CUDA graphs of whole proposals."""
+
+    def plan(self) -> None:
+        """Plan how many of the proposed drafts the next step tests, see `plan_drafts`."""
+        waits, k = self._sampler.rule is not Rule.COUPLED, self.drafter.num_speculative_tokens
+        plan_drafts(self._table, self._parameters.rules, k, self._longest, self._graphed, waits_for_length=waits)
 
     def propose(
         self,
         batch: StepBatch,
-        staged: StagedBatch[StepContext],
+        staged: StagedStep,
         features: tuple[Tensor, ...],
         ended: SampledStep,
         admitted: Sequence[Request],
     ) -> Proposal:
         """Propose drafts for the next step of every request, after sampling and verification.
-
         A head that can start at any position does not run in a step without drafts. `DraftContext.start_positions` then
         hides the positions that it has missed.
-
         features: hidden states that the drafter reads. ended: results of sampling and verification. admitted: requests
         whose first step this was since they got their table row.
         """
@@ -134,11 +135,9 @@ class Proposer:
         resumed = self._skipped[batch.rows]
         self._first[batch.rows[resumed]] = batch.num_computed[resumed]
         self._skipped[batch.rows] = False
-        if self.graphs is not None and batch.all_decode:
-            key = self.graphs.key_of(staged.key, num_drafts)
-            if key is not None:
-                self.graphs.run(key, staged, features)
-                return proposal
+        if self.graphs is not None and batch.all_decode and (key := self.graphs.key_of(staged.key, num_drafts)):
+            self.graphs.run(key, staged, features)
+            return proposal
         context = self._context(batch, staged, features, ended, num_drafts, greedy=greedy)
         return proposal._replace(lengths=self._keep(batch, context, self.drafter.propose(context), lengths))
 
@@ -149,9 +148,7 @@ class Proposer:
         self._skipped[row], self._first[row], self._requested[row] = False, 0, 0
         self.drafter.admit(row, request.token_ids)
 
-    def _keep(
-        self, batch: StepBatch, context: DraftContext, drafts: Tensor, lengths: NDArray[np.int32]
-    ) -> NDArray[np.int32]:
+    def _keep(self, batch: StepBatch, context: DraftContext, drafts: Tensor, lengths: Int32s) -> Int32s:
         """Store drafts (R, K) for verification. Returns how many of the wanted `lengths` (R,) will be verified."""
         if self._foreign:
             k = self.drafter.num_speculative_tokens
@@ -168,7 +165,7 @@ class Proposer:
     def _context(
         self,
         batch: StepBatch,
-        staged: StagedBatch[StepContext],
+        staged: StagedStep,
         features: tuple[Tensor, ...],
         ended: SampledStep,
         num_drafts: int,
@@ -176,17 +173,21 @@ class Proposer:
         greedy: bool,
     ) -> DraftContext:
         assert ended.num_valid is not None, "a drafter proposes at least one token"
-        index, buffers, output = batch.index, self._sampler.rows, ended.output
-        next_token, count = self._sampler.next_tokens(batch), len(batch.rows)
+        index, buffers = batch.index, self._sampler.rows
+        next_token, count = buffers.next_ids[:, 0].index_select(0, index.rows), len(batch.rows)
         if batch.all_sample:
             assert batch.sampling is not None
             emitted, seeds = buffers.emitted[:count], batch.sampling.seeds
             temperature = batch.sampling.temperature
         else:
             emitted = torch.full((count, buffers.emitted.shape[1]), -1, device=self._sampler.device)
-            if output is not None:
-                emitted.index_copy_(0, self._copies("sampled", output.sampled), output.token_ids)
-            next_token = next_token.where(emitted[:, 0] >= 0, self._next_of_prompts(batch))
+            if ended.packed is not None:
+                tokens = ended.packed[:, 2 : 2 + emitted.shape[1]]
+                emitted.index_copy_(0, self._copies("sampled", index.sampled), tokens)
+            table, at = self._table, self._table.num_computed[batch.rows]
+            known = at < table.num_known[batch.rows]  # the next token of a prompt
+            ids = np.where(known, table.token_ids[batch.rows, np.where(known, at, 0)], 0).astype(np.int64)
+            next_token = next_token.where(emitted[:, 0] >= 0, upload(ids, self._sampler.device))
             seeds, temperature = self._parameters.noise_keys(batch.rows)
         if self._one_hot:
             temperature = torch.zeros_like(temperature)
@@ -207,9 +208,8 @@ class Proposer:
             start_positions=torch.from_numpy(first) if first.any() else None,
         )
 
-    def learn(self, rows: NDArray[np.int64], num_drafts: NDArray[np.int32], num_accepted: NDArray[np.int64]) -> None:
+    def learn(self, rows: Int64s, num_drafts: Int32s, num_accepted: Int64s) -> None:
         """Update acceptance counts and estimates after a step.
-
         rows: (D,) decoding requests. num_drafts: drafts that were verified. num_accepted: drafts that were accepted.
         """
         if not np.count_nonzero(num_drafts):
@@ -221,7 +221,6 @@ class Proposer:
 
     def observe(self, batch: StepBatch, proposal: Proposal, num_tokens: int, seconds: float) -> None:
         """Pass the time of a step to the policy, before the next step is planned.
-
         proposal: the proposal of that step. num_tokens: tokens that its decoding requests emitted.
         """
         if self._observer is not None:
@@ -230,34 +229,99 @@ class Proposer:
                 StepTime(batch.num_decodes, proposal.num_requested, num_tokens, seconds, others, proposal.greedy)
             )
 
-    def _next_lengths(self, batch: StepBatch, greedy: bool) -> tuple[NDArray[np.int32], bool]:
+    def _next_lengths(self, batch: StepBatch, greedy: bool) -> tuple[Int32s, bool]:
         """Return how many drafts each request gets next (R,), and whether the policy withheld possible drafts.
-
         Requests in the middle of a prompt get 0. A preempted request gets the same number again, because its tokens
         depend on the number under RATIO and BLOCK.
         """
-        table, draws = self._table, batch.samples
-        if batch.all_decode:
-            return self._given(batch, batch.rows, greedy)
-        prefilled = table.num_computed[batch.rows] >= table.prefill_len[batch.rows]
-        lengths = np.where(prefilled, table.num_drafts[batch.rows], 0)
-        lengths[draws], declined = self._given(batch, batch.rows[draws], greedy)
-        return lengths, declined
-
-    def _given(self, batch: StepBatch, rows: NDArray[np.int64], greedy: bool) -> tuple[NDArray[np.int32], bool]:
-        """Return the results of `_next_lengths` for the requests `rows` (S,) that sample in this step."""
-        k = self.drafter.num_speculative_tokens
-        most = self._table.num_useful_drafts(rows, self._longest, k, at_least_one=True)
+        table, (_, rows_S), k = self._table, batch.sampled, self.drafter.num_speculative_tokens
+        most = table.num_useful_drafts(rows_S, self._longest, k, at_least_one=True)
         others = batch.num_tokens - batch.num_decode_tokens
-        acceptance = np.zeros((len(rows), k)) if self._estimates is None else self._estimates.of(rows)
-        given = self.policy.lengths(PolicyRows(rows, most, acceptance, others, greedy))
-        lengths = checked_lengths(given, most, k)
-        self._requested[rows] = lengths
-        return lengths, bool(most.any() and not lengths.any())
+        acceptance = np.zeros((len(rows_S), k)) if self._estimates is None else self._estimates.of(rows_S)
+        given = self.policy.lengths(PolicyRows(rows_S, most, acceptance, others, greedy))
+        self._requested[rows_S] = lengths = checked_lengths(given, most, k)
+        declined = bool(most.any() and not lengths.any())
+        if batch.all_decode:
+            return lengths, declined
+        prefilled = table.num_computed[batch.rows] >= table.prefill_len[batch.rows]
+        every = np.where(prefilled, table.num_drafts[batch.rows], 0)
+        every[batch.samples] = lengths
+        return every, declined
 
-    def _next_of_prompts(self, batch: StepBatch) -> Tensor:
-        """Return the next prompt token of each request in the middle of its prompt, (R,) int64; 0 for others."""
-        at = self._table.num_computed[batch.rows]
-        known = at < self._table.num_known[batch.rows]
-        ids = np.where(known, self._table.token_ids[batch.rows, np.where(known, at, 0)], 0)
-        return upload(ids.astype(np.int64), self._sampler.device)
+
+def plan_drafts(
+    table: RequestTable,
+    rules: TokenRules,
+    max_drafts: int,
+    max_drafted_len: int,
+    graphed: Sequence[int],
+    *,
+    waits_for_length: bool,
+) -> None:
+    """Write `num_drafts`, `num_draft_slots` and `must_wait` of the request table for all decoding requests.
+
+    A request verifies those proposed drafts that its remaining length allows. While a step is in flight, only bounds of
+    the length are known. If the request's tokens depend on the number of drafts, it waits until the length is known.
+
+    max_drafted_len: maximum sequence length, drafts included, up to which the drafter can propose.
+    graphed: numbers of drafts for which steps have graphs, ascending. All requests then get as many slots as the graph
+        for the longest one, because batches of different lengths would run eagerly (vLLM #35387).
+    waits_for_length: whether tokens depend on the number of drafts, as under the acceptance rules RATIO and BLOCK.
+    """
+    rows = np.flatnonzero(table.num_computed >= np.maximum(table.prefill_len, 1))
+    proposed = table.num_proposed[rows]
+    useful = table.num_useful_drafts(rows, max_drafted_len, max_drafts, at_least_one=False)
+    table.num_drafts[rows] = slots = lengths = np.minimum(proposed, useful)
+    if graphed:
+        longest = lengths.max(initial=0)
+        common = next((n for n in graphed if n >= longest), 0)
+        slots = np.maximum(lengths, np.minimum(common, table.max_model_len - table.num_tokens[rows]))
+    table.num_draft_slots[rows] = slots
+    uncertain = table.num_uncertain[rows] > 0
+    table.must_wait[rows] = uncertain & (proposed > useful) & waits_for_length
+    if np.count_nonzero(uncertain):
+        open_rows = rows[uncertain]
+        most = table.num_tokens[open_rows] - table.prompt_len[open_rows]
+        least = most - table.num_uncertain[open_rows]
+        depends = rules.depends_on_length(open_rows, least, most + table.num_drafts[open_rows])
+        table.must_wait[open_rows[depends]] = True
+
+
+def check_drafter(drafter: Drafter, num_drafts: int, num_layers: int) -> None:
+    """Raise ValueError if the drafter has another number of drafts, or needs outputs that the target does not have."""
+    k, needs = drafter.num_speculative_tokens, drafter.needs
+    if type(k) is not int or k != num_drafts:
+        refuse("drafter.num_speculative_tokens", k, f"num_speculative_tokens = {num_drafts}")
+    if not isinstance(needs, TargetNeeds):
+        refuse("drafter.needs", needs, "a bateleur.eagle.TargetNeeds")
+    if max(needs.taps, default=0) > num_layers:
+        rule = f"boundaries of a model of {num_layers} layers, 0 to {num_layers}"
+        refuse("drafter.needs.taps", needs.taps, rule)
+
+
+def checked_drafts(drafts: Any, rows: Tensor, num_drafts: int, vocab_size: int) -> Tensor:
+    """Return the proposal `drafts` of a drafter for `rows` (R,), with -1 in place of invalid token ids.
+    Raises ValueError unless it is a tensor (R, K) int64 on the device of `rows`. Ids are replaced instead of refused,
+    because a check would be a host-device sync.
+    """
+    shape = (len(rows), num_drafts)
+    if not isinstance(drafts, Tensor):
+        given = f"a {type(drafts).__name__}"
+    else:
+        given = f"{tuple(drafts.shape)} {drafts.dtype} on {drafts.device}"
+        if drafts.shape == shape and drafts.dtype == torch.int64 and drafts.device == rows.device:
+            return drafts.where((drafts >= 0) & (drafts < vocab_size), -1)
+    raise ValueError(f"drafter proposed {given}; it must be a tensor {shape} torch.int64 on {rows.device}")
+
+
+def checked_lengths(lengths: Any, most: Int32s, num_drafts: int) -> Int32s:
+    """Return the draft lengths of a policy, limited to `most` (R,), the drafts that each request can have.
+    Raises ValueError for anything but one integer from 0 to `num_drafts` for each of R requests.
+    """
+    given = np.asarray(lengths)
+    wrong = given.shape != most.shape or given.dtype.kind != "i"
+    if wrong or (given.size and not (given.min() >= 0 and given.max() <= num_drafts)):
+        rule = f"it must be {len(most)} integers in [0, {num_drafts}]"
+        raise ValueError(f"draft_policy gave {shown(lengths)}; {rule}")
+    kept: Int32s = np.minimum(given, most).astype(np.int32)
+    return kept

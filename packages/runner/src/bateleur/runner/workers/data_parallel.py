@@ -5,16 +5,9 @@ from __future__ import annotations
 from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
 
-from bateleur.runner.engine.admission_limit import require_new
 from bateleur.runner.engine.engine import Engine
-from bateleur.runner.engine.messages import (
-    AbandonRequests,
-    AbortRequest,
-    AddAdmittedRequests,
-    ReportStats,
-    RunStep,
-    WireMessage,
-)
+from bateleur.runner.engine.messages import AbandonRequests, AbortRequest, AddRequests, Message, ReportStats, RunStep
+from bateleur.runner.engine.request_registry import require_new
 from bateleur.runner.outputs import RequestOutput
 from bateleur.runner.requests.request_group import RequestGroup
 from bateleur.runner.stats import EngineStats, combined
@@ -69,8 +62,7 @@ class DataParallelCoordinator:
             placements[group.request_id] = RequestPlacement(rank, len(group.members))
             loads[rank] += len(group.members)
             parts[rank].append(group)
-        messages = [AddAdmittedRequests(tuple(group.admitted() for group in part)) for part in parts]
-        with self._leader.send_each(messages):
+        with self._leader.send_each([AddRequests(tuple(part)) for part in parts]):
             self._engine.registry.add(*parts[0])
             self._placements |= placements
             self.loads = loads
@@ -82,7 +74,7 @@ class DataParallelCoordinator:
         placement = self._placements.get(request_id)
         if placement is None:
             raise ValueError(f"request_id is {shown(request_id)}; no such request is waiting or running")
-        messages: list[WireMessage] = [AbandonRequests(())] * len(self.loads)
+        messages: list[Message] = [AbandonRequests(())] * len(self.loads)
         messages[placement.rank] = AbortRequest(request_id)
         with self._leader.send_each(messages):
             if placement.rank == 0:

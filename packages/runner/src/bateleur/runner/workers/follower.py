@@ -27,17 +27,16 @@ from bateleur.runner.engine.memory_profile import needed_bytes
 from bateleur.runner.engine.messages import (
     AbandonRequests,
     AbortRequest,
-    AddAdmittedRequests,
-    EngineOperation,
+    AddRequests,
     Message,
     Reply,
     ReportStats,
+    RunOperation,
     RunStep,
-    WireMessage,
 )
 from bateleur.runner.engine.setup import EngineSetup, device_of
 from bateleur.runner.outputs import RequestOutput, RequestOutputKind
-from bateleur.runner.requests.request_group import AdmittedRequest, RequestGroup
+from bateleur.runner.requests.request_group import RequestGroup
 from bateleur.runner.utils.device import make_current, use_device
 
 LOAD_SECONDS = 3600.0
@@ -68,7 +67,7 @@ class WorkerStart:
 
 def time_limit(message: Message, step_seconds: float) -> float:
     """Return the maximum seconds that a message may take."""
-    return max(step_seconds, LOAD_SECONDS) if isinstance(message, EngineOperation) else step_seconds
+    return max(step_seconds, LOAD_SECONDS) if isinstance(message, RunOperation) else step_seconds
 
 
 def share_threads(device: torch.device, num_threads: int, size: int) -> None:
@@ -88,14 +87,14 @@ class Follower:
         self.engine = Engine(setup)
         self._inputs = InputProcessor(setup.tokenizer, setup.model.spec, setup.limits, config)
 
-    def follow(self, message: WireMessage) -> Reply | None:
+    def follow(self, message: Message) -> Reply | None:
         """Apply a message of the first rank. Returns the reply if this is a data-parallel rank, else None."""
         registry, outputs = self.engine.registry, list[RequestOutput]()
         match message:
             case RunStep(seconds):
                 self.engine.step(None if self._data_parallel else seconds)
-            case AddAdmittedRequests(requests):
-                registry.add_here(*map(self._group_of, requests))
+            case AddRequests(groups):
+                registry.add_here(*map(self._with_members, groups))
             case AbortRequest(request_id):
                 outputs.append(registry.abort(request_id))
             case AbandonRequests(request_ids):
@@ -103,8 +102,8 @@ class Follower:
                 registry.restore()
             case ReportStats():
                 self._reported_at = 0.0
-            case _:
-                self.engine.operations.run_here(message)
+            case RunOperation():
+                self.engine.operate_here(message)
         outputs += registry.take_all()
         return self._reply(outputs) if self._data_parallel else None
 
@@ -114,14 +113,13 @@ class Follower:
             self._reported_at, stats = now, self.engine.metrics()
         return Reply(outputs, stats)
 
-    def _group_of(self, admitted: AdmittedRequest) -> RequestGroup:
-        """Create requests that the first rank has admitted, without text output unless this is a data-parallel rank."""
-        if self._data_parallel:
-            return self._inputs.follow(admitted)
-        params = admitted.params
-        if not params.stop:
-            params = replace(params, detokenize=False)
-        return self._inputs.follow(replace(admitted, params=params, kind=RequestOutputKind.FINAL_ONLY))
+    def _with_members(self, group: RequestGroup) -> RequestGroup:
+        """Create the members of a group, without text output unless this is a data-parallel rank."""
+        if not self._data_parallel:
+            params = group.params if group.params.stop else replace(group.params, detokenize=False)
+            group = replace(group, params=params, kind=RequestOutputKind.FINAL_ONLY)
+        self._inputs.follow(group)
+        return group
 
 
 def follow(

@@ -23,7 +23,7 @@ from bateleur.runner.distributed.launch import TorchrunRendezvous, start
 from bateleur.runner.distributed.monitor import RankMonitor
 from bateleur.runner.distributed.process_group import LOCALHOST, ProcessGroup
 from bateleur.runner.distributed.ranks import Ranks
-from bateleur.runner.engine.messages import AddAdmittedRequests, AddRequests, Message, Reply, WireMessage
+from bateleur.runner.engine.messages import AddRequests, Message, Reply
 from bateleur.runner.engine.setup import device_of
 from bateleur.runner.errors import CollectiveBroken, EngineDead, RankFailed
 from bateleur.runner.models.sharding import shard_experts, shard_model
@@ -136,14 +136,9 @@ class Leader:
         Raises EngineDead, also for an error inside the context. Raises ValueError, before anything is sent, for a
         message that cannot be pickled.
         """
-        wire = (
-            AddAdmittedRequests(tuple(group.admitted() for group in message.groups))
-            if isinstance(message, AddRequests)
-            else message
-        )
-        return self._send(time_limit(message, self._limit), [_pickle(wire)] * self.ranks.size)
+        return self._send(time_limit(message, self._limit), [_pickle(message)] * self.ranks.size)
 
-    def send_each(self, messages: Sequence[WireMessage]) -> Leader:
+    def send_each(self, messages: Sequence[Message]) -> Leader:
         """Send each rank its own message, by rank. Returns a context in which this rank applies its own."""
         return self._send(self._limit, [_pickle(each) for each in messages])
 
@@ -212,12 +207,12 @@ class Leader:
         torch.set_num_threads(self._threads)
 
 
-def _pickle(message: WireMessage) -> bytes:
+def _pickle(message: Message) -> bytes:
     try:
         return pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
     except Exception as error:
-        requests = message.requests if isinstance(message, AddAdmittedRequests) else ()
-        asked = ", ".join(shown(each.request_id) for each in requests)
+        groups = message.groups if isinstance(message, AddRequests) else ()
+        asked = ", ".join(shown(group.request_id) for group in groups)
         what = f"request_id is {asked}; it and its params" if asked else f"{type(message).__name__}"
         raise ValueError(f"{what} must be what pickle can send to other ranks: {error}") from error
 
