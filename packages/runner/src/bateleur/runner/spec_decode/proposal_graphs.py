@@ -73,7 +73,10 @@ class ProposalSteps(AfterForward[ProposalState]):
 
     def addresses(self) -> Mapping[str, int]:
         """Addresses of the buffers of the step, the sampler and the drafter, by name."""
-        return {**super().addresses(), **{f"draft.{name}": each for name, each in self._drafter.steps.addresses().items()}}
+        return {
+            **super().addresses(),
+            **{f"draft.{name}": each for name, each in self._drafter.steps.addresses().items()},
+        }
 
     def poison(self) -> None:
         """Fill the buffers of the step, the sampler and the drafter with invalid values, so that a stale read shows."""
