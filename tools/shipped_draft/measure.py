@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from bateleur.eagle import Keys, Lanes, Role, gumbel
+from bateleur.eagle import HashedVocab, Keys, Role, gumbel
 from shipped_draft.data import Text, pad
 from shipped_draft.network import Head
 from shipped_draft.target import Target
@@ -52,7 +52,7 @@ def accepted_drafts(
     k: int,
     temperature: float,
     seed: int,
-    lanes: Lanes,
+    vocab: HashedVocab,
     target_ids: Tensor,
 ) -> NDArray[np.int64]:
     """Entry i: how many of K drafts are accepted if the last emitted token is the one at index `prompt_len` + i."""
@@ -65,7 +65,7 @@ def accepted_drafts(
     right = torch.ones(chains, dtype=torch.int64)
     accepted = torch.zeros(chains, dtype=torch.int64)
     drawn_at = torch.arange(prompt_len + 1, len(ids))  # index of the token of every draw
-    noise = gumbel(Keys(torch.full_like(drawn_at, seed), drawn_at), Role.TARGET, lanes) if temperature else None
+    noise = gumbel(Keys(torch.full_like(drawn_at, seed), drawn_at), Role.TARGET, vocab) if temperature else None
     for step, hidden in enumerate(states):
         logits = head.logits(hidden)[0].float()
         if noise is not None:
@@ -90,11 +90,11 @@ def measure(
 
     target_ids: (draft vocabulary,) int64 id of each draft id in the target's vocabulary.
     """
-    lanes = Lanes.of(target_ids, target_ids.device)
+    vocab = HashedVocab.of(target_ids, target_ids.device)
     steps: dict[str, list[int]] = {}
     for i in range(len(text)) if only is None else only:
         ids, prompt_len, heat = text.sequence(i), int(text.prompt_len[i]), float(text.temperature[i])
         if len(ids) - prompt_len > k:
-            accepted = accepted_drafts(head, target, ids, prompt_len, k, heat, int(text.seed[i]), lanes, target_ids)
+            accepted = accepted_drafts(head, target, ids, prompt_len, k, heat, int(text.seed[i]), vocab, target_ids)
             steps.setdefault(f"{heat:g}", []).extend(walk(accepted))
     return {heat: Measured.of(np.array(counts), k) for heat, counts in sorted(steps.items())}

@@ -228,7 +228,7 @@ def test_d3_own_ends_are_used_and_copies_are_not_kept(checkpoints: Any) -> None:
 
 
 def test_matrices_lie_as_they_are_read(checkpoints: Any) -> None:
-    """Own weights are the head's own memory; on a CPU float32 matrices lie by columns, looked-up rows by rows."""
+    """Own weights are the head's own memory, contiguous and aligned."""
     lab = checkpoints
     config, w = lab.eagle1()
     w["embed_tokens.weight"] = lab.random(lab.V, lab.H)
@@ -240,7 +240,6 @@ def test_matrices_lie_as_they_are_read(checkpoints: Any) -> None:
 
     head, _ = lab.load(config, w, dtype=torch.float32, project=project)
     assert head.vocabulary.embedding.is_contiguous()  # type: ignore[attr-defined]
-    assert all(weight.t().is_contiguous() for weight in weights[1:])
     count = len(weights)
     lab.load(config, w, project=project)
     assert len(weights) == 2 * count

@@ -20,12 +20,10 @@ class TargetState(Protocol):
     @property
     def batch(self) -> CommonAttentionMetadata:
         """Batch metadata of the step that is in the target's input buffers."""
-        ...
 
     @property
     def attention(self) -> PagedAttentionMetadata | None:
         """Attention metadata of the KV-cache group that the draft layers use; None for a target without attention."""
-        ...
 
 
 def borrow_violations(

@@ -93,15 +93,12 @@ class Drafter(Protocol):
     @property
     def needs(self) -> TargetNeeds:
         """Hidden states of the target that the drafter reads."""
-        ...
 
     def admit(self, row: int, token_ids: list[int]) -> None:
         """Start a request with these tokens in row `row` of the request table; drop the row's earlier state."""
-        ...
 
     def propose(self, context: DraftContext) -> Tensor:
         """Return (R, K) int64 drafts for the tokens after `next_token`; -1 where there is none. No host sync."""
-        ...
 
 
 @runtime_checkable
@@ -126,7 +123,6 @@ class SamplingDrafter(Drafter, Protocol):
 
     def distribution(self, rows: Tensor) -> DraftDistribution:
         """Return the distribution of the last K drafts of rows (R,) int64 of the request table. No host sync."""
-        ...
 
 
 def distribution_of(drafter: Drafter | None, rule: Rule) -> Callable[[Tensor], DraftDistribution]:

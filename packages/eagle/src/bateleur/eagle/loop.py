@@ -13,10 +13,8 @@ from typing import NamedTuple, Protocol, TypeAlias, runtime_checkable
 import torch
 from torch import Tensor
 
-from bateleur.eagle.draw import draw
 from bateleur.eagle.heads.dense import DenseAttend
 from bateleur.eagle.heads.spec import Head, vocab_of
-from bateleur.eagle.noise import Keys
 from bateleur.eagle.rejection_sampler import draw_draft, verify
 from bateleur.eagle.rules import Coupled, Drafts, Logits, OneHot, Rows, Rule, apply_temperature
 
@@ -61,11 +59,9 @@ class CachedTarget(Protocol):
 
     def __call__(self, ids: Tensor) -> tuple[Tensor, Sequence[Tensor]]:
         """Append the tokens `ids` (n,) to the cache; return the logits (n, V) after each, and (n, width) features."""
-        ...
 
     def truncate(self, length: int) -> None:
         """Drop all but the first `length` tokens from the cache, for example after rejected drafts."""
-        ...
 
 
 class Step(NamedTuple):
@@ -76,20 +72,9 @@ class Step(NamedTuple):
     num_accepted: int
 
 
-@torch.no_grad()
 def sample(target: Function | CachedTarget, request: Request) -> list[int]:
     """Decode one token at a time, without drafts. Raises `ValueError` for logits with a NaN, or none above -inf."""
-    held, answer = _held(target), list[int]()
-    seeds, temperature = _noise(request, held.device)
-    for position in range(len(request.prompt), len(request.prompt) + request.num_tokens):
-        logits, _ = held(torch.tensor(answer[-1:] or request.prompt, device=held.device))
-        keys = Keys(seeds, torch.tensor([position], device=held.device))
-        drawn = draw(apply_temperature(logits[-1:].float(), temperature), temperature, keys)
-        _require_sound(drawn.bad, position)
-        answer.append(int(drawn.token_ids))
-        if request.ends(answer):
-            break
-    return answer
+    return [token for step in speculate(target, lambda tokens: (), request, 0) for token in step.tokens]
 
 
 @torch.no_grad()
@@ -110,8 +95,11 @@ def speculate(
     """
     if num_drafts < 0:
         raise ValueError(f"num_drafts={num_drafts} must not be negative")
-    held, tokens, answer = _held(target), list(request.prompt), list[int]()
-    device, (seeds, temperature) = held.device, _noise(request, held.device)
+    held = target if isinstance(target, CachedTarget) else _UncachedTarget(target)
+    tokens, answer = list(request.prompt), list[int]()
+    device = held.device
+    seeds = torch.tensor([request.seed], device=device)
+    temperature = torch.tensor([request.temperature], dtype=torch.float32, device=device)
     propose = _Proposer(drafter, num_drafts, seeds, temperature, rule)
     drafts, known, ended = propose.drafts([], []), 0, False  # known: tokens in the target's cache
     while len(answer) < request.num_tokens and not ended:
@@ -120,7 +108,8 @@ def speculate(
         starts = torch.tensor([0, 1 + k], dtype=torch.int32, device=device)
         rows = Rows(starts, seeds, torch.tensor([first], device=device), temperature)
         output = verify(apply_temperature(logits[-1 - k :].float(), temperature), drafts, rows, rule=rule)
-        _require_sound(output.bad, first)
+        if output.bad:
+            raise ValueError(f"target: the logits for index {first} or later hold NaN, or no value above -inf")
         emitted = output.tokens[0, : int(output.num_emitted)].tolist()
         tokens += emitted
         stay, known = len(tokens) - 1 - known, len(tokens) - 1
@@ -171,12 +160,12 @@ class _Proposer:
         for k in range(self._num_drafts):
             h, hidden = head.forward(ids, hidden, positions, self._attend)
             logits, index = head.logits(h[-1:]), torch.tensor([known + 1 + k], device=device)
-            lane, bad = draw_draft(
+            draft_id, bad = draw_draft(
                 logits, self._temperature, self._seeds, index, rule=self._rule, draft_index=k, vocab=self._vocab
             )
             if bad:
                 break
-            ids = lane if head.target_ids is None else head.target_ids[lane]
+            ids = draft_id if head.target_ids is None else head.target_ids[draft_id]
             hidden, positions = hidden[-1:], positions[-1:] + 1
             chosen.append(int(ids))
             kept.append(logits)
@@ -199,18 +188,3 @@ class _UncachedTarget:
 
     def truncate(self, length: int) -> None:
         self._ids = self._ids[:length]
-
-
-def _held(target: Function | CachedTarget) -> CachedTarget:
-    return target if isinstance(target, CachedTarget) else _UncachedTarget(target)
-
-
-def _noise(request: Request, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return seed and temperature of a request, (1,) each."""
-    temperature = torch.tensor([request.temperature], dtype=torch.float32, device=device)
-    return torch.tensor([request.seed], device=device), temperature
-
-
-def _require_sound(bad: Tensor, position: int) -> None:
-    if bad:
-        raise ValueError(f"target: the logits for index {position} or later hold NaN, or no value above -inf")

@@ -170,9 +170,15 @@ class DraftPasses:
             x, num_rows = self._inputs, len(h_nH)
             if x.logits is not None:  # logits of greedy rows are never read
                 x.logits.keep(logits_nV, x.step)
-            rows = x.temperature[:num_rows], x.seeds[:num_rows], x.token_positions[:num_rows]
-            step = x.step.expand(num_rows)
-            drawn = draw_draft(logits_nV, *rows, rule=self._rule, draft_index=step, vocab=self.vocab)
+            drawn = draw_draft(
+                logits_nV,
+                x.temperature[:num_rows],
+                x.seeds[:num_rows],
+                x.token_positions[:num_rows],
+                rule=self._rule,
+                draft_index=x.step.expand(num_rows),
+                vocab=self.vocab,
+            )
         token_n = drawn.token_ids
         if self._head.target_ids is not None:
             token_n = self._head.target_ids.index_select(0, token_n)

@@ -59,7 +59,6 @@ class DraftPolicy(Protocol):
 
     def lengths(self, rows: PolicyRows) -> I32Array:
         """Return the number of drafts of each request, (R,) int32, at most its `max_drafts`."""
-        ...
 
 
 @runtime_checkable
@@ -68,7 +67,6 @@ class UniformPolicy(DraftPolicy, Protocol):
 
     def draft_counts(self, max_drafts: int) -> Collection[int]:
         """Return each number of drafts that the policy may give to every request of a step, capped at `max_drafts`."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +94,6 @@ class ObservingPolicy(DraftPolicy, Protocol):
 
     def observe(self, step: StepTime) -> None:
         """Record a step that has ended. May be called one step late: before `lengths` of the step after the next."""
-        ...
 
 
 @final
@@ -174,10 +171,9 @@ class StepCost:
 class BySurvival:
     """Draft policy: the lengths with the most expected emitted tokens per cost of the step.
 
-    Draft i is accepted with probability s_i, the product of the acceptance probabilities up to it. A request emits 1 +
-    s_1 + s_2 + ... tokens. Among lengths with the same sum, those with the largest s are best. So one sort gives the
-    best lengths for every sum, and the best sum is chosen. In a large batch, in which a token costs more than any draft
-    gains, that is 0 for all requests.
+    Draft i is accepted with probability s_i, the product of the acceptance probabilities up to it, so a request emits
+    1 + s_1 + s_2 + ... tokens. One sort of all s gives the best lengths for every number of drafts of the step, and the
+    best number is chosen: 0 in a large batch, in which a token costs more than any draft gains.
 
     Every `probe_every` steps a request gets one draft more than is best, at most an eighth of the requests at a time.
     Without that, a low estimate would never be corrected.

@@ -84,9 +84,8 @@ class Rule(Enum):
     def keys(self, seeds: Tensor, positions: Tensor, draft_index: int | Tensor = 0) -> Keys:
         """Return the noise keys of drafts and of acceptance tests; `draft_index` is the index of the draft in its step.
 
-        Only keys of BLOCK contain the index. BLOCK reads noise for positions after the one where it stops. At these
-        positions the next step has other indices, and so reads other numbers. The other rules read no noise after the
-        tokens that they emit.
+        Only keys of BLOCK contain the index: BLOCK reads noise for positions after the one where it stops, and the next
+        step must read other numbers there. The other rules read no noise after the tokens that they emit.
         """
         return Keys(seeds, positions, draft_index if self is Rule.BLOCK else 0)
 
@@ -106,10 +105,9 @@ class Rule(Enum):
 class Drafts:
     """Drafts to verify.
 
-    tokens: (R, K) int64 target ids. A negative id means that there is no draft: verification stops there and emits
-        the target's own sample. Columns after the logit rows of a request are ignored.
-    distribution: the distribution that the drafts were sampled from. A wrong distribution is not detected, and makes
-    RATIO and BLOCK wrong.
+    tokens: (R, K) int64 target ids. At a negative id verification stops and emits the target's own sample. Columns
+        after the logit rows of a request are ignored.
+    distribution: what the drafts were sampled from. RATIO and BLOCK are wrong if it is, and nothing detects that.
     """
 
     tokens: Tensor
@@ -129,9 +127,8 @@ class Drafts:
 class Rows:
     """Which logit rows belong to which request. The values in the tensors are not checked.
 
-    query_start_loc: (R+1,) int32: request r has the logit rows query_start_loc[r] to query_start_loc[r+1] - 1, which
-        are 1 + its drafts, at most 1 + K. Rows from the last entry on are padding. A request without rows emits
-        nothing.
+    query_start_loc: (R+1,) int32: request r has the logit rows query_start_loc[r] to query_start_loc[r+1] - 1, one more
+        than its drafts. Rows from the last entry on are padding. A request without rows emits nothing.
     seeds: (R,) int64.
     first_position: (R,) int64, index in its sequence of the token that is sampled from the request's first logit row.
     temperature: (R,) floating; 0 is greedy.
@@ -160,7 +157,8 @@ class LogitRows:
     """Maps drafts to the logit rows that verify them.
 
     row_numbers: (C,) int64, the numbers 0 .. C-1. index: (R, C) int64, index among the N logit rows of the i-th logit
-    row of each request, clamped to N - 1. drafted: (R, K) bool, whether there is a draft.
+        row of each request, clamped to N - 1. drafted: (R, K) bool, whether there is a draft. occupied: (R,) bool,
+        whether the request has logit rows.
     """
 
     rows: Rows
@@ -169,11 +167,10 @@ class LogitRows:
     index: Tensor
     drafted: Tensor
     occupied: Tensor
-    """(R,) bool: the request has logit rows."""
 
     @classmethod
     def of(cls, num_logits: int, drafts: Drafts, rows: Rows) -> LogitRows:
-        """Assign each draft to the logit row that verifies it. num_logits: N, number of logit rows."""
+        """Assign each draft to the logit row that verifies it. num_logits: N."""
         tokens_RK, first_R = drafts.tokens, rows.query_start_loc[:-1].long()
         num_R = rows.query_start_loc[1:] - first_R
         row_C = torch.arange(tokens_RK.shape[1] + 1, device=tokens_RK.device)

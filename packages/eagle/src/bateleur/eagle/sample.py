@@ -63,8 +63,8 @@ def _sample_shard(
     """Sample from the logits of a vocabulary shard: all ranks agree on the best of the best tokens of all shards."""
     assert vocab.shard is not None
     logits, metadata = metadata.penalised(logits)
-    row = metadata.values, vocab.hashes, keys.seed, names(keys, role)
-    best = PERTURBED_MAX.on(logits)(logits, *row, *metadata.thresholds(logits, vocab.shard))
+    thresholds, name = metadata.thresholds(logits, vocab.shard), names(keys, role)
+    best = PERTURBED_MAX.on(logits)(logits, metadata.values, vocab.hashes, keys.seed, name, *thresholds)
     return SampledTokens(*vocab.shard.reduce_argmax(*best))
 
 

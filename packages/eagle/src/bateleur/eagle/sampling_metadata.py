@@ -60,8 +60,8 @@ class SamplingMetadata:
 
     @classmethod
     def unknown(cls, values: Tensor, *, truncates: bool = True) -> SamplingMetadata:
-        """Return metadata for a CUDA graph, where only the device knows `values` (N, 4). No computation is
-        skipped, except truncation if `truncates` is False.
+        """Return metadata for a CUDA graph, where only the device knows `values` (N, 4): no computation is skipped,
+        except truncation if `truncates` is False.
         """
         return cls(np.tile(_ANYTHING if truncates else _WHOLE, (len(values), 1)), values)
 

@@ -57,12 +57,9 @@ class EagleSpeculator:
     Raises `ValueError` for inconsistent numbers.
 
     Attributes:
-        draft_max_seq_len: host bound of the lengths of every draft pass: `max_model_len` before the first step, then
-            min(largest bound of the step + K, max_model_len).
-        max_drafted_len: most tokens of a sequence, drafts included: a pass at position p predicts the token of index p
-            + 2.
-        draft_prefill_builds: number of times that metadata was built for first passes; 0 if the target always has
-            metadata.
+        draft_max_seq_len: host bound of the lengths of every draft pass, see `ChainSteps.longest`.
+        max_drafted_len: most tokens of a sequence, drafts included: a pass at position p predicts token p + 2.
+        draft_prefill_builds: how often metadata was built for first passes; 0 if the target always has metadata.
         prefill, decode: graphs of the first pass, once captured, and of the passes after it (the chain).
         fuses_proposals: whether one graph can hold a whole proposal, see `record_proposal`.
         steps: stages and builds the passes after the first one.
@@ -207,8 +204,8 @@ class EagleSpeculator:
         keys: graph keys of the first pass; None means all that the target captured, () no first pass.
         keep_going: as for `CudaGraphManager.capture`.
 
-        Raises `NotCaptured`, with the nearest keys, for a key that the target has not captured, `BorrowError` if the
-        target's metadata does not fit, `CaptureError`, and `ValueError` without `graphs`.
+        Raises `NotCaptured` for a key that the target has not captured, `BorrowError` if the target's metadata does not
+        fit, `CaptureError`, and `ValueError` without `graphs`.
         """
         if self._graphs is None or self.decode is None:
             raise ValueError("graphs is None; a speculator that captures needs a DraftGraphs")
@@ -222,11 +219,7 @@ class EagleSpeculator:
         self.decode.capture(self.steps, self._passes.chain, keep_going=keep_going)
 
     def stage_proposal(self, target: TargetState, num_drafts: int, phase: Phase = Phase.RUN) -> ProposalPasses:
-        """Build the metadata of all passes of a proposal of `num_drafts` drafts, after a step of the target.
-
-        `record_proposal` stages the other inputs. In a phase other than RUN the metadata has the bounds of the longest
-        requests.
-        """
+        """Build the metadata of all passes of a proposal, after a step of the target, for `record_proposal`."""
         first, batch = self._borrow(target, phase=BuildPhase(phase.value)), target.batch
         if num_drafts < 2:
             return ProposalPasses(first, None)

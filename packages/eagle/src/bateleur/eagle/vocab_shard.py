@@ -24,24 +24,19 @@ class ShardCollectives(Protocol):
     @property
     def rank(self) -> int:
         """Index of this rank among the ranks that share the vocabulary."""
-        ...
 
     @property
     def size(self) -> int:
         """Number of ranks that share the vocabulary."""
-        ...
 
     def max_(self, x: Tensor) -> Tensor:
         """All-reduce `x`, int64, by maximum over the ranks, in place."""
-        ...
 
     def sum_(self, x: Tensor) -> Tensor:
         """All-reduce `x` by sum over the ranks, in place."""
-        ...
 
     def every(self, x: Tensor) -> Tensor:
         """All-gather `x` of every rank; returns (size, *x.shape)."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

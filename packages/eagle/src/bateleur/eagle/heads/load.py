@@ -216,12 +216,12 @@ def _vocabulary(spec: HeadSpec, weights: Weights, target: TargetInfo) -> tuple[V
     whole = target.vocab_size, target.hidden_size
     used: dict[str, Tensor] = {}
     shared: list[str] = []
-    for name, rows, theirs, take in (
-        ("embed_tokens", spec.vocab_size, target.embedding, weights.table),
-        ("lm_head", spec.draft_vocab_size, target.lm_head, weights.take),
+    for name, rows, theirs in (
+        ("embed_tokens", spec.vocab_size, target.embedding),
+        ("lm_head", spec.draft_vocab_size, target.lm_head),
     ):
         shape, full = (rows, spec.hidden_size), f"{name}.weight"
-        used[name] = take(full, *shape) if full in weights or whole != shape else theirs
+        used[name] = weights.take(full, *shape) if full in weights or whole != shape else theirs
         # Many checkpoints contain a copy of the target's tensor; it is not kept twice.
         copied = target.shard is None and not used[name].is_meta and _same(used[name], theirs)
         if used[name] is theirs or copied:

@@ -163,11 +163,9 @@ class Head(Protocol):
 
     def fuse(self, features: Sequence[Tensor]) -> Tensor:
         """Return the hidden input (T, H) of the first pass from the target's hidden states, in order of `needs`."""
-        ...
 
     def reserve_positions(self, num_positions: int) -> None:
         """Announce that all positions are below `num_positions`, so that a head may precompute a table."""
-        ...
 
     def forward(
         self, ids: Tensor, hidden: Tensor, positions: Tensor, attend: Attend, rows: Tensor | None = None
@@ -184,11 +182,9 @@ class Head(Protocol):
         Returns:
             (T, H) input of `logits`, and (T, H) hidden input of the next draft pass; (R, H) each for `rows`.
         """
-        ...
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return the logits (R, Vd) float32 of hidden states (R, H), the first result of `forward`."""
-        ...
 
 
 def shard_of(head: Head) -> VocabShard | None:

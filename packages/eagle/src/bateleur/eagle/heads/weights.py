@@ -48,17 +48,13 @@ class Weights:
 
     def take(self, name: str, *shape: int) -> Tensor:
         """Return the tensor of this name, which must have this shape."""
-        return self._arrange(self._get(name, shape))
-
-    def table(self, name: str, *shape: int) -> Tensor:
-        """Return the tensor `name` of this shape, row-major on every device: an embedding, whose rows are looked up."""
-        return self._get(name, shape).contiguous()
+        return self._get(name, shape)
 
     def product(
         self, names: Sequence[str], rows: Sequence[int], columns: int, *, bias: bool = False
     ) -> Callable[[Tensor], Tensor]:
         """Return a function that multiplies with stacked matrices (rows[i], columns) and adds their biases, if any."""
-        weight = self._arrange(self._stacked([f"{name}.weight" for name in names], rows, columns))
+        weight = self._stacked([f"{name}.weight" for name in names], rows, columns)
         return self.project(weight, self._stacked([f"{name}.bias" for name in names], rows) if bias else None)
 
     def integers(self, name: str, *shape: int) -> Tensor:
@@ -102,14 +98,7 @@ class Weights:
         else:
             # A copy: memory of a mapped file may be unaligned, and may change.
             device = "cpu" if dtype else self.device
-            copied = tensor.to(device=device, dtype=dtype or self.dtype, copy=True)
+            copied = tensor.to(device=device, dtype=dtype or self.dtype, copy=True).contiguous()
             self.own[spelled] = copied.numel(), copied.nbytes
             return copied
         return torch.empty(shape, dtype=dtype or self.dtype, device="meta")
-
-    def _arrange(self, tensor: Tensor) -> Tensor:
-        # A column-major float32 matrix is an untransposed right-hand side for the BLAS of a CPU, which
-        # is faster for one to a few tokens.
-        if tensor.dim() == 2 and tensor.dtype == torch.float32 and tensor.device.type == "cpu":
-            return tensor.t().contiguous().t()
-        return tensor.contiguous()
