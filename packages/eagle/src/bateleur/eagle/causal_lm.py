@@ -8,15 +8,14 @@ from torch import Tensor
 
 from bateleur.eagle.drafter import TargetNeeds
 
-_FINAL = -1
 _NORMS = ("norm", "norm_f", "final_layernorm", "ln_f")
 
 
 class CausalLM:
     """A transformers causal language model with one sequence in its cache, as a `bateleur.eagle.loop.CachedTarget`.
 
-    Features are captured by hooks. The last of transformers' own `hidden_states` is the state after the final norm,
-    but a head needs the one before it.
+    The last of transformers' own `hidden_states` is the state after the final norm. A hook on the norm captures the one
+    before it, for heads that read it.
 
     Args:
         model: with its language head, on its device. Every layer must be attention with an MLP, because a recurrent
@@ -31,11 +30,10 @@ class CausalLM:
         kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or ()
         if any("attention" not in kind or "linear" in kind for kind in kinds):
             raise ValueError(f"model: layers are {sorted(set(kinds))}; all must be attention")
-        layers, norm = decoder.layers, _final_norm(decoder)
-        if max(needs.taps, default=0) > len(layers):
-            raise ValueError(f"needs.taps is {needs.taps}; the model has {len(layers)} layers")
+        if max(needs.taps, default=0) > len(decoder.layers):
+            raise ValueError(f"needs.taps is {needs.taps}; the model has {len(decoder.layers)} layers")
         self.device: torch.device = model.device
-        self._model, self._needs, self._layers, self._norm = model, needs, layers, norm
+        self._model, self._needs, self._norm = model, needs, _final_norm(decoder)
         self._cache: Any = None
         self.reset()
 
@@ -47,21 +45,17 @@ class CausalLM:
 
     def __call__(self, ids: Tensor) -> tuple[Tensor, Sequence[Tensor]]:
         """Append the tokens `ids` (n,); return their logits (n, V) and (n, width) for each hidden state of `needs`."""
-        seen: dict[int, Tensor] = {}
-        places = {tap: self._norm if tap == len(self._layers) else self._layers[tap] for tap in self._needs.taps}
-        hooks = [
-            place.register_forward_pre_hook(lambda _, inputs, tap=tap: seen.update({tap: inputs[0][0]}))
-            for tap, place in places.items()
-        ]
-        if self._needs.hidden:
-            hooks.append(self._norm.register_forward_hook(lambda *last: seen.update({_FINAL: last[-1][0]})))
+        last: list[Tensor] = []
+        hook = self._norm.register_forward_pre_hook(lambda _, inputs: last.append(inputs[0][0]))
         try:
-            output = self._model(input_ids=ids[None], past_key_values=self._cache, use_cache=True)
+            output = self._model(
+                input_ids=ids[None], past_key_values=self._cache, use_cache=True, output_hidden_states=True
+            )
         finally:
-            for hook in hooks:
-                hook.remove()
-        needs = (*self._needs.taps, *([_FINAL] if self._needs.hidden else []))
-        return output.logits[0], [seen[need] for need in needs]
+            hook.remove()
+        *boundaries, final = (state[0] for state in output.hidden_states)
+        boundaries += last
+        return output.logits[0], [boundaries[tap] for tap in self._needs.taps] + [final] * self._needs.hidden
 
     def truncate(self, length: int) -> None:
         """Drop all but the first `length` tokens from the cache."""

@@ -78,6 +78,7 @@ class PrefillEagleCudaGraphManager(CudaGraphManager[DraftState, Tensor]):
         return self.target_states.generation
 
 
+@dataclass(frozen=True, slots=True)
 class DraftStateProducer:
     """Stages steps of the target for draft passes: makes a `DraftState` of each captured state of the target.
 
@@ -85,36 +86,32 @@ class DraftStateProducer:
         returns the state of the first pass. own: the drafter's buffers.
     """
 
-    def __init__(
-        self,
-        target_states: CapturedStateProducer[Any],
-        adopt: Callable[[Any, Phase, int | None], DraftState],
-        own: ChainSteps,
-    ) -> None:
-        self._target_states, self._adopt, self._own = target_states, adopt, own
+    target_states: CapturedStateProducer[Any]
+    adopt: Callable[[Any, Phase, int | None], DraftState]
+    own: ChainSteps
 
     @property
     def generation(self) -> int:
         """How often the target's buffers have been staged."""
-        return self._target_states.generation
+        return self.target_states.generation
 
     def stage(self, key: BatchExecutionDescriptor, phase: Phase) -> StagedBatch[DraftState]:
         """Borrow the target's state of `key`, and stage the drafter's own buffers for it."""
-        return self._adopt(self._target_states.stage(key, phase).state, phase, None).staged(key)
+        return self.adopt(self.target_states.stage(key, phase).state, phase, None).staged(key)
 
     def fuzz(self, key: BatchExecutionDescriptor, seed: int) -> StagedBatch[DraftState]:
         """Stage a random step of the target, which must be `Fuzzable`, and random contents of the drafter's buffers."""
-        return self._adopt(self._target_states.fuzz(key, seed).state, Phase.RUN, seed).staged(key)
+        return self.adopt(self.target_states.fuzz(key, seed).state, Phase.RUN, seed).staged(key)
 
     def poison(self) -> None:
         """Fill the buffers of the target and of the drafter with invalid values, for tests of stale reads."""
-        self._target_states.poison()
-        self._own.poison()
+        self.target_states.poison()
+        self.own.poison()
 
     def addresses(self) -> Mapping[str, int]:
         """Return addresses by name of the buffers of the target and of the drafter."""
-        book = {f"target.{name}": address for name, address in self._target_states.addresses().items()}
-        return book | {f"draft.{name}": address for name, address in self._own.addresses().items()}
+        book = {f"target.{name}": address for name, address in self.target_states.addresses().items()}
+        return book | {f"draft.{name}": address for name, address in self.own.addresses().items()}
 
 
 class DecodeEagleCudaGraphManager(CudaGraphManager[DraftState, Tensor]):

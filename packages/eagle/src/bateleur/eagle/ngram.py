@@ -82,19 +82,15 @@ class NGramDrafter:
         context.require(self.needs, self.num_speculative_tokens)
         batch, rows = context.batch, context.rows
         length_R1 = (batch.num_computed_tokens[: len(rows)] + context.num_valid + 1).unsqueeze(1)
-        self._append(rows, length_R1, context.emitted)
+        is_token_RJ = context.emitted >= 0
+        at_RJ = length_R1 - is_token_RJ.sum(1, keepdim=True) + self._columns_J
+        at_RJ = at_RJ.where(is_token_RJ, self._max_model_len).clamp_(max=self._max_model_len)
+        self._tokens.index_put_((rows.unsqueeze(1), at_RJ), context.emitted.int())
         longest = min(batch.seq_len_bound.max() + 1, self._max_model_len)
         end_R1, found_R1 = self._last_occurrence(rows, length_R1, longest)
         spot_K = self._columns_J[:-1]
         drafts_RK = self._tokens[rows.unsqueeze(1), end_R1 + spot_K % (length_R1 - end_R1)].long()
         return drafts_RK.where(found_R1 & (spot_K < context.num_drafts), -1)
-
-    def _append(self, rows: Tensor, length_R1: Tensor, emitted_RJ: Tensor) -> None:
-        """Append the tokens emitted in this step to the stored text of the requests."""
-        is_token_RJ = emitted_RJ >= 0
-        at_RJ = length_R1 - is_token_RJ.sum(1, keepdim=True) + self._columns_J
-        at_RJ = at_RJ.where(is_token_RJ, self._max_model_len).clamp_(max=self._max_model_len)
-        self._tokens.index_put_((rows.unsqueeze(1), at_RJ), emitted_RJ.int())
 
     def _last_occurrence(self, rows: Tensor, length_R1: Tensor, longest: int) -> tuple[Tensor, Tensor]:
         """Find the latest of the longest earlier occurrences of the last tokens in the text of each of R requests.

@@ -26,17 +26,6 @@ DIGIT = 8
 _LEAST = torch.finfo(torch.float32).min
 
 
-class _Found(NamedTuple):
-    """The value that a search found in each row (`order_of`); the weight of tokens above it and equal to it, and the
-    part of the latter in this shard; (N,) int64 each.
-    """
-
-    order: Tensor
-    above: Tensor
-    level: Tensor
-    own_level: Tensor
-
-
 class _Edge(NamedTuple):
     """The threshold of each row (`order_of`), how many of the `ties` tokens equal to it are kept, and how many ties are
     in this shard; (N,) int64 each. The counts are 0 if no tie is dropped.
@@ -80,8 +69,8 @@ def _top(scaled_NL: Tensor, floor_N: Tensor, top_k_N: Tensor, shard: VocabShard)
     """Find the top_k threshold of each row among the tokens that are not below `floor_N`."""
     size = shard.vocab_size
     top_k_N = top_k_N.where((top_k_N > 0) & (top_k_N < size), size)
-    found = _search(scaled_NL, None, floor_N, top_k_N.minimum, shard)
-    return _Edge(found.order, found.level.minimum(top_k_N - found.above), found.level, found.own_level)
+    order_N, above_N, ties_N, own_N = _search(scaled_NL, None, floor_N, top_k_N.minimum, shard)
+    return _Edge(order_N, ties_N.minimum(top_k_N - above_N), ties_N, own_N)
 
 
 def _nucleus(scaled_NL: Tensor, best_N: Tensor, edge: _Edge, top_p_N: Tensor, shard: VocabShard) -> _Edge:
@@ -98,23 +87,23 @@ def _nucleus(scaled_NL: Tensor, best_N: Tensor, edge: _Edge, top_p_N: Tensor, sh
         return limit_N.copy_((total_N - surplus_N).double() * top_p_N)
 
     mass_NL = (scaled_NL - best_N.unsqueeze(1)).exp_()
-    found = _search(scaled_NL, mass_NL, edge.order, goal, shard)
-    unit_N = mass_of(float_of(found.order), best_N).clamp_min_(1)
-    ties_N = found.level // unit_N
-    most_N = ties_N.where((found.order != edge.order) | (edge.ties == 0), edge.kept)
-    needed_N = ((limit_N - found.above.double()) / unit_N.double()).long()
-    needed_N += (found.above + needed_N * unit_N).double() < limit_N
-    kept_N = needed_N.clamp_min_(1).minimum(most_N)
-    inner = _Edge(found.order, kept_N, ties_N, found.own_level // unit_N)
+    order_N, above_N, level_N, own_level_N = _search(scaled_NL, mass_NL, edge.order, goal, shard)
+    unit_N = mass_of(float_of(order_N), best_N).clamp_min_(1)
+    ties_N = level_N // unit_N
+    most_N = ties_N.where((order_N != edge.order) | (edge.ties == 0), edge.kept)
+    needed_N = ((limit_N - above_N.double()) / unit_N.double()).long()
+    needed_N += (above_N + needed_N * unit_N).double() < limit_N
+    inner = _Edge(order_N, needed_N.clamp_min_(1).minimum(most_N), ties_N, own_level_N // unit_N)
     return _Edge(*(one.where(top_p_N < 1, other) for one, other in zip(inner, edge, strict=True)))
 
 
 def _search(
     scaled_NL: Tensor, mass_NL: Tensor | None, start_N: Tensor, goal: Callable[[Tensor], Tensor], shard: VocabShard
-) -> _Found:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Find the largest value at or above `start_N` such that the tokens at or above it have at least the weight `goal`.
 
-    The weight of a token is its mass, or 1 if `mass_NL` is None.
+    The weight of a token is its mass, or 1 if `mass_NL` is None. Returns the value (`order_of`), the weight of tokens
+    above it and equal to it, and the part of the latter in this shard; (N,) int64 each.
 
     goal: maps the total weight of the tokens at or above the start, (N,) int64, to the weight to reach.
     """
@@ -130,7 +119,7 @@ def _search(
         level_N = every_ND.gather(1, digit_N1).squeeze(1)
         above_N = reached_ND.gather(1, digit_N1).squeeze(1) - level_N
         start_N = start_N + (digit_N1.squeeze(1) << shift)
-    return _Found(start_N, above_N, level_N, own_ND.gather(1, digit_N1).squeeze(1))
+    return start_N, above_N, level_N, own_ND.gather(1, digit_N1).squeeze(1)
 
 
 def _histogram(scaled: Tensor, mass: Tensor | None, start: Tensor, shift: int) -> Tensor:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -101,19 +101,22 @@ class _Seen(NamedTuple):
     texts: dict[str, list[int]]
 
 
+@dataclass
 class _Check:
-    def __init__(
-        self, make: MakeDrafter, reads_device: bool, target: Callable[[], ToyTarget], engine: type[ToyEngine]
-    ) -> None:
-        self.violations: list[Violation] = []
-        self.name = "drafter"
-        self.num_proposals = self.num_steps = self.num_accepted = 0
-        self._make, self._reads, self._target, self._engine = make, reads_device, target, engine
-        self._noted: set[tuple[str, str]] = set()
+    make: MakeDrafter
+    reads_device: bool
+    target: Callable[[], ToyTarget]
+    engine: type[ToyEngine]
+    name: str = "drafter"
+    num_proposals: int = 0
+    num_steps: int = 0
+    num_accepted: int = 0
+    violations: list[Violation] = field(default_factory=list)
+    noted: set[tuple[str, str]] = field(default_factory=set)
 
     def note(self, letter: str, text: str) -> None:
-        if (kind := (letter, text.split(":")[0])) not in self._noted:
-            self._noted.add(kind)
+        if (kind := (letter, text.split(":")[0])) not in self.noted:
+            self.noted.add(kind)
             self.violations.append(Violation(letter, text))
 
     def watched(self, drafter: Drafter, vocab_size: int, *, reads: bool) -> Any:
@@ -176,15 +179,15 @@ class _Check:
         plain: also decode without drafts, to compare. reverse: reverse the order of requests. padded: pad steps, with
         NaN in the padding. asked: numbers of drafts that steps request, in turn.
         """
-        engine = self._engine(
-            self._target(), get_backend("torch", device="cpu", dtype=DTYPE, head_dim=HEAD_DIM), _LIMITS, _MOST_DRAFTS
+        engine = self.engine(
+            self.target(), get_backend("torch", device="cpu", dtype=DTYPE, head_dim=HEAD_DIM), _LIMITS, _MOST_DRAFTS
         )
-        drafter = self._make(engine)
+        drafter = self.make(engine)
         k, self.name = drafter.num_speculative_tokens, type(drafter).__name__
         if not 1 <= k <= _MOST_DRAFTS:
             raise ValueError(f"num_speculative_tokens={k} must be in [1, {_MOST_DRAFTS}] for this check")
         engine.padded = padded
-        engine.drafter = self.watched(drafter, engine.target.vocab_size, reads=self._reads or not plain)
+        engine.drafter = self.watched(drafter, engine.target.vocab_size, reads=self.reads_device or not plain)
         seen, named = _Seen({}, {}), dict[int, str]()
         for step in range(_NUM_STEPS):
             for job in (job for job in jobs if job.start == step):

@@ -50,14 +50,8 @@ INLINE void load_block(const void *logits, int narrow, int64_t size, int64_t blo
 
 INLINE float largest(const float *x) {
   vec most = load(x);
-  ivec lane;
-  for (int i = 0; i < LANES; i++) lane[i] = i;
   for (int i = LANES; i < BLOCK; i += LANES) most = pick(load(x + i) > most, load(x + i), most);
-  for (int half = LANES / 2; half; half /= 2) {
-    vec other = __builtin_shuffle(most, lane ^ half);
-    most = pick(other > most, other, most);
-  }
-  return most[0];
+  return most_of(most);
 }
 
 /* The largest logit of every block, and of all; NaN if there is one. */
