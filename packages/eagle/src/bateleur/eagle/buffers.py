@@ -98,13 +98,11 @@ class DraftInputs(DraftBuffers):
 
     def tensors(self) -> dict[str, Tensor]:
         """Return every buffer that is staged for each step, by name: all but the logits of drafts."""
-        staged = {} if self.logits is None else {"logits.rows": self.logits.rows}
-        return super().tensors() | staged
+        return super().tensors() | ({} if self.logits is None else {"logits.rows": self.logits.rows})
 
     def addresses(self) -> dict[str, int]:
         """Return the data pointer of every buffer by name, logits included."""
-        kept = {} if self.logits is None else {"logits.lines": self.logits.lines.data_ptr()}
-        return super().addresses() | kept
+        return super().addresses() | ({} if self.logits is None else {"logits.lines": self.logits.lines.data_ptr()})
 
     def set_rows(
         self, seeds: Tensor, temperature: Tensor, block_table: Tensor, table_rows: Tensor | None = None

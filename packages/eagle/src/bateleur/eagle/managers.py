@@ -72,11 +72,6 @@ class PrefillEagleCudaGraphManager(CudaGraphManager[DraftState, Tensor]):
         plan = CudagraphDispatcher(CudaGraphMode.FULL, tuple(sorted(wanted, reverse=True)), MappingProxyType({}))
         super().__init__(plan, backend, checks=checks)
 
-    @property
-    def generation(self) -> int:
-        """How often the target's buffers have been staged."""
-        return self.target_states.generation
-
 
 @dataclass(frozen=True, slots=True)
 class DraftStateProducer:

@@ -100,8 +100,7 @@ class DraftPasses:
 
     def first(self, execution: Execution[DraftState]) -> Tensor:
         """Run the first pass on all tokens of the target's step, and stage the next pass. Returns (n,) int64 drafts."""
-        rows = self._inputs.last_index[: self._num_rows(execution)]
-        return self._pass(execution, stage_chain, rows)
+        return self._pass(execution, stage_chain, self._inputs.last_index[: self._num_rows(execution)])
 
     def store_kv(self, execution: Execution[DraftState]) -> None:
         """Run the head on the target's step only to store keys and values, so the last layer does no more than that."""

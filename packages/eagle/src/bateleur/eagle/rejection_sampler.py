@@ -56,8 +56,7 @@ def verify(
             logits = metadata.apply(logits, shard)
         verify_by = ratio if rule is Rule.RATIO or isinstance(drafts.distribution, OneHot) else block
         return verify_by(logits.float(), drafts, rows, vocab)
-    by_torch = logits.dtype is torch.float64 or shard is not None
-    form = COUPLED.torch if by_torch else COUPLED.on(logits)
+    form = COUPLED.torch if logits.dtype is torch.float64 or shard is not None else COUPLED.on(logits)
     return form(logits, drafts, rows, vocab, greedy=greedy, metadata=metadata)
 
 

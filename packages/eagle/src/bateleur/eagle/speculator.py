@@ -252,7 +252,7 @@ class EagleSpeculator:
     def _run_first(self, context: DraftContext) -> None:
         manager, key = self.prefill, context.key
         if manager is not None and key is not None and key in manager.ready:
-            manager.replay(key, self._borrow(context, manager.generation).staged(key))
+            manager.replay(key, self._borrow(context, manager.target_states.generation).staged(key))
             return
         run = self._passes.first if context.num_drafts else self._passes.store_kv
         run(Execution(None, self._borrow(context, greedy=context.greedy)))

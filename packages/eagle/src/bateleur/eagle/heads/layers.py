@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import TypeAlias
 
 import torch
@@ -188,8 +187,9 @@ class BaseHead:
 
     def embed(self, ids_T: Tensor) -> Tensor:
         """Return the embeddings (T, H) of token ids (T,), in the head's dtype."""
-        embed = self.vocabulary.embed or partial(F.embedding, weight=self.vocabulary.embedding)
-        return embed(ids_T).to(self.dtype)
+        embed = self.vocabulary.embed
+        x_TH = F.embedding(ids_T, self.vocabulary.embedding) if embed is None else embed(ids_T)
+        return x_TH.to(self.dtype)
 
     def run_layers(self, h_TH: Tensor, x_TX: Tensor, positions: Tensor, attend: Attend, rows: Tensor | None) -> Tensor:
         """Return the output (R, H) of the last layer for the token indices `rows` (R,); None is all tokens.

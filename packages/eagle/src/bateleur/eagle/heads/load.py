@@ -200,8 +200,7 @@ def _stored_names(names: Collection[str]) -> Callable[[str], str]:
     rules = [(ours, theirs) for theirs, ours in _PREFIXES if any(theirs in name for name in names)]
 
     def stored_name(name: str) -> str:
-        fits = ((ours, theirs) for ours, theirs in rules if name.startswith(ours))
-        ours, theirs = next(fits, ("", ""))
+        ours, theirs = next((rule for rule in rules if name.startswith(rule[0])), ("", ""))
         return theirs + name.removeprefix(ours)
 
     return stored_name

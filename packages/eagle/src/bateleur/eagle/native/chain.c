@@ -53,7 +53,7 @@ typedef struct {
   const float *temperature;
   int64_t *drafts, *places;
   float *room;
-  int64_t rows, k, table_stride, longest, width, greedy, threads;
+  int64_t rows, k, table_stride, longest, width, threads;
 } step;
 
 /* A pass: its tokens, each of the row `owner` of the step; token last[j] draws for row[j]. source: in the first pass, the
@@ -212,8 +212,9 @@ int64_t draft(const head *h, const step *s) {
 #pragma omp parallel for num_threads(s->threads) if (s->threads > 1 && p.rows > 8)
     for (int64_t j = 0; j < p.rows; j++) {
       int64_t r = p.row[j], index = p.position[p.last[j]] + 2;
-      const float *own = logits + j * h->output.rows, temperature = s->greedy ? 0 : s->temperature[r];
-      int64_t id = index < s->longest ? drawn(own, h->output.rows, temperature, h->words, s->seeds[r], index) : -1;
+      const float *own = logits + j * h->output.rows;
+      int64_t id = -1;
+      if (index < s->longest) id = drawn(own, h->output.rows, s->temperature[r], h->words, s->seeds[r], index);
       s->drafts[r * s->width + column] = id < 0 || !h->target_ids ? id : h->target_ids[id];
     }
   }

@@ -39,7 +39,7 @@ class _Step(Struct):
     _fields_: ClassVar = fields(
         "input_ids starts table positions next_token num_valid seeds start_positions taps temperature drafts places "
         "room",
-        "rows k table_stride longest width greedy threads",
+        "rows k table_stride longest width threads",
     )
 
 
@@ -91,7 +91,7 @@ class NativeChain:
             next_token=next_token, num_valid=num_valid, seeds=seeds, start_positions=start_positions,
             taps=ctypes.addressof(self._taps), temperature=temperature, drafts=drafts, places=places, room=room,
             rows=rows, k=context.num_drafts, table_stride=table.stride(0), longest=self._longest, width=self._width,
-            greedy=context.greedy, threads=torch.get_num_threads(),
+            threads=torch.get_num_threads(),
         )  # fmt: skip
         if _draft()(ctypes.addressof(self._struct), ctypes.addressof(step)):
             raise MemoryError(f"out of memory for the drafts of {rows} rows")
