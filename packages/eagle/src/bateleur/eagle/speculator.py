@@ -12,15 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bateleur.cudagraph import (
-    BatchExecutionDescriptor,
-    CapturedStates,
-    DispatchCounter,
-    DispatchDecision,
-    DispatchReason,
-    Execution,
-    Phase,
-)
+from bateleur.cudagraph import BatchExecutionDescriptor, CapturedStates, DispatchCounter, Execution, Phase
 from bateleur.eagle.borrow import TargetState, require_borrow
 from bateleur.eagle.buffers import DraftInputs
 from bateleur.eagle.cache import DraftCache
@@ -138,7 +130,7 @@ class EagleSpeculator:
     @torch.no_grad()
     def propose(self, context: DraftContext) -> Tensor:
         """Update the head's KV caches and propose drafts, (R, K) int64, -1 where there is none. No host sync."""
-        batch, num_drafts, x = context.batch, context.num_drafts, self.inputs
+        num_rows, num_drafts = context.batch.num_actual_reqs, context.num_drafts
         self.draft_max_seq_len = self.steps.longest(context.batch, Phase.RUN)
         if self._native is not None and self.can_start_late:
             drafts = self._native.propose(context)
@@ -146,13 +138,11 @@ class EagleSpeculator:
                 return drafts
         context.require(self.needs, self.num_speculative_tokens)
         self._stage(context)
-        num_rows = batch.num_actual_reqs
-        room_R = self._room(num_rows, num_drafts)
-        chain = self._decide(num_rows).descriptor if num_drafts > 1 else None
+        room_R1 = self._room(num_rows, num_drafts)
         self._run_first(context)
         if num_drafts > 1:
-            self._run_chain(context, chain)
-        tokens_RK = x.tokens[:num_rows].where(self._columns < room_R, -1)
+            self._run_chain(context)
+        tokens_RK = self.inputs.tokens[:num_rows].where(self._columns < room_R1, -1)
         if context.start_positions is not None:  # paged attention would read keys that other requests left
             tokens_RK.masked_fill_((context.start_positions > 0).unsqueeze(1), -1)
         return tokens_RK
@@ -240,12 +230,12 @@ class EagleSpeculator:
         """
         num_rows, num_drafts = context.batch.num_reqs, int(key.variant[0])
         self._stage(context)
-        room_N = self._room(num_rows, num_drafts)
+        room_N1 = self._room(num_rows, num_drafts)
         run = self._passes.first if num_drafts else self._passes.store_kv
         run(Execution(key, passes.first))
         if passes.chain is not None:
             self._passes.chain(Execution(key, passes.chain))
-        return self.inputs.tokens[:num_rows].where(self._columns < room_N, -1)
+        return self.inputs.tokens[:num_rows].where(self._columns < room_N1, -1)
 
     # --- the first pass -------------------------------------------------------------------------------------
 
@@ -281,8 +271,14 @@ class EagleSpeculator:
 
     # --- the chain ------------------------------------------------------------------------------------------
 
-    def _run_chain(self, context: DraftContext, key: BatchExecutionDescriptor | None) -> None:
-        batch, num_drafts, refresh = context.batch, context.num_drafts, self._passes.refresh
+    def _run_chain(self, context: DraftContext) -> None:
+        """Run the passes after the first one, in graphs or eagerly with the reason counted in `decisions`."""
+        batch, num_drafts, refresh, key = context.batch, context.num_drafts, self._passes.refresh, None
+        if self.decode is not None:
+            ask = self.decode.ask(batch.num_actual_reqs, self._chain)
+            decision = self.decode.dispatcher.dispatch(ask, self.decode.ready)
+            self.decisions.count(decision)
+            key = decision.descriptor
         padded_rows = batch.num_actual_reqs if key is None else key.num_tokens
         fused = key is not None and key.variant  # one graph of all passes, refreshes included
         for step in range(1, 2 if fused else num_drafts):
@@ -296,11 +292,3 @@ class EagleSpeculator:
             else:
                 assert self.decode is not None
                 self.decode.replay(key, state.staged(key))
-
-    def _decide(self, num_rows: int) -> DispatchDecision:
-        """Choose the graph of the passes after the first, or eager execution with the reason."""
-        if self.decode is None:
-            return DispatchDecision(None, DispatchReason.NO_GRAPHS)
-        decision = self.decode.dispatcher.dispatch(self.decode.ask(num_rows, self._chain), self.decode.ready)
-        self.decisions.count(decision)
-        return decision

@@ -27,23 +27,23 @@ _BUILD: dict[str, Callable[..., Head]] = {"eagle1": Eagle1Head, "eagle3": Eagle3
 
 @dataclass(frozen=True, slots=True)
 class LoadReport:
-    """Where each weight of a head came from, by its name in the checkpoint."""
+    """Where each weight of a head came from, by its name in the checkpoint.
+
+    own, shared: taken from the checkpoint, and from the target (`embed_tokens`, `lm_head`).
+    unused: in the checkpoint and known to be unnecessary, such as the mask `t2d`.
+    notes: remarks, such as boundaries chosen by default.
+    num_parameters, num_bytes: of `own`, without those that equal the target's; bytes in the dtype of the head.
+    """
 
     path: Path
     layout: Layout
     kind: str
     own: tuple[str, ...]
-    """Taken from the checkpoint."""
     shared: tuple[str, ...]
-    """Taken from the target: `embed_tokens`, `lm_head`."""
     unused: tuple[str, ...]
-    """In the checkpoint and known to be unnecessary, such as the mask `t2d`."""
     notes: tuple[str, ...] = ()
-    """Remarks, such as boundaries chosen by default."""
     num_parameters: int = 0
-    """Number of parameters in `own`, without those that equal the target's."""
     num_bytes: int = 0
-    """Bytes of these parameters in the dtype of the head."""
 
     def __str__(self) -> str:
         """Return a summary of a few lines."""

@@ -102,16 +102,25 @@ class Rope:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadSpec:
-    """Sizes and options of a draft head, with all defaults resolved."""
+    """Sizes and options of a draft head, with all defaults resolved.
+
+    kind: a head for multi-token prediction, "mtp", has layers of its target's kinds, and is created by the engine.
+    num_layers: number of attention layers, and so of caches; the first argument of `Attend` is a layer index.
+    max_positions: maximum position of the head; None if unknown.
+    sliding_window: a query sees this many positions, itself included; None sees all. `Attend` applies it.
+    recycle: whether the next draft pass reads the output of the last layer, or of the head's final norm.
+    tap_norm: norm before `fc`: one for each tap (`fc_norm`), or one over all concatenated taps (`norm_before_fc`).
+    norm_before_residual: EAGLE-3: the first residual is the normalised hidden state.
+    qk_norm: query and key heads are normalised before rotation.
+    biases: layers that have a bias: "fc", "attention", "mlp".
+    """
 
     kind: Literal["eagle1", "eagle3", "mtp"]
-    """A head for multi-token prediction, "mtp", has layers of its target's kinds, and is created by the engine."""
     hidden_size: int
     target_hidden_size: int
     vocab_size: int
     draft_vocab_size: int
     num_layers: int
-    """Number of attention layers, and so of caches; the first argument of `Attend` is a layer index."""
     num_heads: int
     num_kv_heads: int
     head_dim: int
@@ -120,19 +129,12 @@ class HeadSpec:
     needs: TargetNeeds
     rope: Rope | None = None
     max_positions: int | None = None
-    """Maximum position of the head; None if unknown."""
     sliding_window: int | None = None
-    """A query sees this many positions, itself included; None sees all. `Attend` applies it."""
     recycle: Literal["pre_norm", "post_norm"] = "pre_norm"
-    """Whether the next draft pass reads the output of the last layer, or of the head's final norm."""
     tap_norm: Literal["each", "all"] | None = None
-    """Norm before `fc`: one for each tap (`fc_norm`), or one over all concatenated taps (`norm_before_fc`)."""
     norm_before_residual: bool = False
-    """EAGLE-3: the first residual is the normalised hidden state."""
     qk_norm: bool = False
-    """Query and key heads are normalised before rotation."""
     biases: frozenset[str] = frozenset()
-    """Layers that have a bias: "fc", "attention", "mlp"."""
 
     def __post_init__(self) -> None:
         for name in ("hidden_size", "num_heads", "num_kv_heads", "head_dim", "intermediate_size"):
