@@ -88,7 +88,8 @@ class Step:
 
 
 def contents(buffers: DraftBuffers) -> dict[str, list[Any]]:
-    return {name: tensor.tolist() for name, tensor in buffers.tensors().items()}
+    others = {"hidden", "seeds", "temperature", "block_table"}
+    return {name: tensor.tolist() for name, tensor in buffers.tensors().items() if name not in others}
 
 
 def tail(values: Sequence[Any], length: int, fill: Any = 0) -> list[Any]:

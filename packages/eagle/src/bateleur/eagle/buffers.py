@@ -7,17 +7,15 @@ the head, n requests of a pass, R rows of the request table.
 import torch
 from torch import Tensor
 
-from bateleur.eagle.cache import DraftCache
-from bateleur.eagle.heads.spec import Head, vocab_of
-from bateleur.eagle.rules import Rule
 from bateleur.metadata import PAD_SLOT, BatchLimits
 
 NO_TOKEN = -1
 
 
 class DraftBuffers:
-    """Buffers that `bateleur.eagle.geometry` writes. Padding is 0, slots are -1, `query_start_loc` repeats its last
-    entry.
+    """Inputs of draft passes. Padding is 0, slots are -1, `query_start_loc` repeats its last entry.
+
+    `bateleur.eagle.geometry` writes:
 
     input_ids: (M,) int32.
     positions: (M,) int64, below `max_model_len`.
@@ -29,9 +27,24 @@ class DraftBuffers:
         noise key is used twice.
     tokens: (N, K) int64, the drafts so far, -1 where there is none.
     step: () int64, number of drafts in each row of `tokens` so far.
+
+    The other buffers:
+
+    hidden: (M, Hd) input of the head: fused features of the target in the first pass, then the head's own output.
+    seeds: (N,) int64. temperature: (N,) float32; 0 is greedy. block_table: (N, max_blocks) int32.
+    logits: logits of drafts for an acceptance rule that needs them, else None.
     """
 
-    def __init__(self, limits: BatchLimits, num_speculative_tokens: int, device: torch.device | str) -> None:
+    def __init__(
+        self,
+        limits: BatchLimits,
+        num_speculative_tokens: int,
+        device: torch.device | str,
+        *,
+        max_blocks: int = 0,
+        hidden_size: int = 0,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
         """Allocate buffers for batches within `limits`, filled as for an empty batch.
 
         limits: sizes of the largest batch of the target. `max_model_len` is that of the draft head, if smaller:
@@ -58,51 +71,26 @@ class DraftBuffers:
         self.token_positions = new(rows)
         self.tokens = new(rows, num_speculative_tokens, fill=NO_TOKEN)
         self.step = new()
+        self.hidden = new(tokens, hidden_size, dtype=dtype)
+        self.seeds = new(rows)
+        self.temperature = new(rows, dtype=torch.float32)
+        self.block_table = new(rows, max_blocks, dtype=torch.int32)
+        self.logits: DraftLogits | None = None
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return every buffer by name."""
-        return {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
+        """Return every buffer that is staged for each step, by name: all but the logits of drafts."""
+        staged = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
+        return staged if self.logits is None else staged | {"logits.rows": self.logits.rows}
 
     def addresses(self) -> dict[str, int]:
-        """Return the data pointer of every buffer by name. They never change."""
-        return {name: tensor.data_ptr() for name, tensor in self.tensors().items()}
+        """Return the data pointer of every buffer by name, logits included. They never change."""
+        kept = {} if self.logits is None else {"logits.lines": self.logits.lines}
+        return {name: tensor.data_ptr() for name, tensor in (self.tensors() | kept).items()}
 
     def poison(self) -> None:
         """Fill every buffer with invalid values; the next staging overwrites all entries that are read."""
         for tensor in self.tensors().values():
             tensor.fill_(torch.nan if tensor.is_floating_point() else torch.iinfo(tensor.dtype).max - 6)
-
-
-class DraftInputs(DraftBuffers):
-    """Buffers of the token ids, positions, lengths and slots of draft passes, and of their other inputs.
-
-    hidden: (M, Hd) input of the head: fused features of the target in the first pass, then the head's own output.
-    seeds: (N,) int64. temperature: (N,) float32; 0 is greedy. block_table: (N, max_blocks) int32.
-    logits: logits of drafts for an acceptance rule that needs them; None under COUPLED.
-    """
-
-    def __init__(
-        self, head: Head, cache: DraftCache, limits: BatchLimits, num_speculative_tokens: int, rule: Rule
-    ) -> None:
-        keys = cache.kv[0][0]
-        super().__init__(limits, num_speculative_tokens, keys.device)
-        rows, size = limits.max_num_reqs, head.spec.hidden_size
-        self.hidden = keys.new_zeros(limits.max_num_tokens, size, dtype=cache.dtype or keys.dtype)
-        self.seeds = keys.new_zeros(rows, dtype=torch.int64)
-        self.temperature = keys.new_zeros(rows, dtype=torch.float32)
-        self.block_table = keys.new_zeros(rows, cache.blocks.max_blocks, dtype=torch.int32)
-        self.logits: DraftLogits | None = None
-        if rule is not Rule.COUPLED:
-            width = len(vocab_of(head, torch.device("cpu")).hashes)
-            self.logits = DraftLogits(rows, num_speculative_tokens, width, self.device)
-
-    def tensors(self) -> dict[str, Tensor]:
-        """Return every buffer that is staged for each step, by name: all but the logits of drafts."""
-        return super().tensors() | ({} if self.logits is None else {"logits.rows": self.logits.rows})
-
-    def addresses(self) -> dict[str, int]:
-        """Return the data pointer of every buffer by name, logits included."""
-        return super().addresses() | ({} if self.logits is None else {"logits.lines": self.logits.lines.data_ptr()})
 
     def set_rows(
         self, seeds: Tensor, temperature: Tensor, block_table: Tensor, table_rows: Tensor | None = None

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from bateleur.cudagraph import BatchExecutionDescriptor, Phase, StagedBatch
-from bateleur.eagle.buffers import DraftInputs
+from bateleur.eagle.buffers import DraftBuffers
 from bateleur.eagle.cache import DraftCache
 from bateleur.eagle.geometry import stage_chain, stage_first
 from bateleur.eagle.passes import DraftState
@@ -35,7 +35,7 @@ class ChainSteps:
     """
 
     def __init__(
-        self, inputs: DraftInputs, cache: DraftCache, builder: AttentionMetadataBuilder[Any], max_seq_len: int
+        self, inputs: DraftBuffers, cache: DraftCache, builder: AttentionMetadataBuilder[Any], max_seq_len: int
     ) -> None:
         if builder.seq_len_fill != 0:
             raise ValueError(

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from bateleur.cudagraph import BatchExecutionDescriptor, CudaGraphMode, Execution, StagedBatch
-from bateleur.eagle.buffers import DraftInputs
+from bateleur.eagle.buffers import DraftBuffers
 from bateleur.eagle.cache import DraftCache
 from bateleur.eagle.draw import argmax
 from bateleur.eagle.geometry import advance, stage_chain
@@ -84,7 +84,7 @@ class DraftPasses:
         head: Head,
         cache: DraftCache,
         backend: AttentionBackend,
-        inputs: DraftInputs,
+        inputs: DraftBuffers,
         refresh: Callable[[Any], object] | None,
         rule: Rule,
     ) -> None:

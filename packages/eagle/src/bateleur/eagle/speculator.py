@@ -14,7 +14,7 @@ from torch import Tensor
 
 from bateleur.cudagraph import BatchExecutionDescriptor, CapturedStates, DispatchCounter, Execution, Phase
 from bateleur.eagle.borrow import TargetState, require_borrow
-from bateleur.eagle.buffers import DraftInputs
+from bateleur.eagle.buffers import DraftBuffers, DraftLogits
 from bateleur.eagle.cache import DraftCache
 from bateleur.eagle.chain_steps import ChainSteps
 from bateleur.eagle.drafter import DraftContext, TargetNeeds
@@ -81,8 +81,12 @@ class EagleSpeculator:
         held = min(limits.max_model_len, head.spec.max_positions or limits.max_model_len)
         self.max_drafted_len = min(held + 2, limits.max_model_len)
         own = BatchLimits(limits.max_num_reqs, limits.max_num_tokens, held)
-        self.inputs = DraftInputs(head, cache, own, num_speculative_tokens, rule)
+        keys, k = cache.kv[0][0], num_speculative_tokens
+        sizes = {"max_blocks": cache.blocks.max_blocks, "hidden_size": head.spec.hidden_size}
+        self.inputs = DraftBuffers(own, k, keys.device, **sizes, dtype=cache.dtype or keys.dtype)
         self._passes = DraftPasses(head, cache, backend, self.inputs, refresh_of(builder), rule)
+        if rule is not Rule.COUPLED:
+            self.inputs.logits = DraftLogits(limits.max_num_reqs, k, len(self._passes.vocab.hashes), keys.device)
         if self.inputs.device.type == "cpu":
             head.reserve_positions(held)
         self._native: NativeChain | None = None
@@ -96,7 +100,6 @@ class EagleSpeculator:
         self._chain: int | None = None  # drafts of a whole chain in one graph
         self._graphs = graphs
         if graphs is not None:
-            k = num_speculative_tokens
             self._chain = k if graphs.fuse and self._passes.refresh is not None else None
             self.fuses_proposals = graphs.fuse and refreshes_in_graph(builder)
             plan = DecodeEagleCudaGraphManager.plan_for(
