@@ -134,11 +134,11 @@ static float *logits_of(const head *h, const step *s, const pass *p, float *hidd
     int64_t t = p->last[j];
     memcpy(residual + j * H, h->norms_residual ? x + t * wide + H : hidden + t * H, H * 4);
     for (int64_t g = 0; g < h->kv_heads; g++)
-      attend_row_float(qkv, t * h->qkv.rows + g * group * h->size, seen, j * heads + g * group * h->size, 1, 1, 0, 0,
-                       group, h->size, h->k_cache + g * h->size, h->v_cache + g * h->size, h->kv_heads * h->size,
-                       s->table + p->row[j] * s->table_stride, h->block_size, p->position[t] + 1,
-                       p->position[t] + 1 - (s->start_positions ? s->start_positions[p->row[j]] : 0),
-                       1.0f / sqrtf(h->size), 1, 0, &nothing);
+      attend_some_float(qkv, t * h->qkv.rows + g * group * h->size, seen, j * heads + g * group * h->size, 1, 1, 0, 0,
+                        group, h->size, h->k_cache + g * h->size, h->v_cache + g * h->size, h->kv_heads * h->size,
+                        s->table + p->row[j] * s->table_stride, h->block_size, p->position[t] + 1,
+                        p->position[t] + 1 - (s->start_positions ? s->start_positions[p->row[j]] : 0),
+                        1.0f / sqrtf(h->size), 1, 0, &nothing);
   }
   if (product(&h->o, seen, n, out, s->threads)) return NULL;
   add(residual, out, n * H);
