@@ -217,7 +217,7 @@ def test_m26_addresses_cover_what_graphs_read_and_never_change(
         "request_row": builder._buffers.request_row,
     }
     assert [name for name, tensor in read.items() if tensor.data_ptr() not in book.values()] == []
-    kept = builder._buffers.commit_plan
+    kept = builder._commit_plan
     others = [state._states._states, state._num_valid, *(getattr(kept, f.name) for f in fields(kept))]  # type: ignore[attr-defined]
     before, steps = [each.data_ptr() for each in others], llm.get_metrics().num_steps
     run = engine.runner.graphs.run
@@ -233,7 +233,7 @@ def test_m26_addresses_cover_what_graphs_read_and_never_change(
         assert ids(llm.generate(PROMPTS, PARAMS)) == wanted
     assert llm.get_metrics().num_steps - steps > 50
     assert engine.runner.producer.addresses() == book
-    kept = builder._buffers.commit_plan
+    kept = builder._commit_plan
     others = [state._states._states, state._num_valid, *(getattr(kept, f.name) for f in fields(kept))]  # type: ignore[attr-defined]
     assert [each.data_ptr() for each in others] == before
 

@@ -1,7 +1,5 @@
 """Detects requests that write a state slot which another request uses; operators do not check for this error."""
 
-from collections.abc import Sequence
-
 from torch import Tensor
 
 from bateleur.mamba.metadata import MambaMetadata
@@ -21,35 +19,28 @@ def check_aliases(step: MambaMetadata | PrefillChunks | FoldBatch | CopyPlan, re
     """
     if isinstance(step, PrefillChunks):
         assert read is not None
-        writes: list[list[int]] = [[] for _ in range(len(read))]
-        for row, slot in zip(step.chunk_row.tolist(), step.chunk_write.tolist(), strict=True):
-            writes[row].append(slot)
-        _require_disjoint("slot", [[slot] for slot in read.tolist()], writes)
+        _require_disjoint("slot", read, step.chunk_write, step.chunk_row)
     elif isinstance(step, FoldBatch):
-        folds = step.dst.tolist()
-        reads = [[src] if dst else [] for src, dst in zip(step.src.tolist(), folds, strict=True)]
-        _require_disjoint("slot", reads, [[dst] for dst in folds])
+        _require_disjoint("slot", step.src * (step.dst != 0), step.dst)
     elif isinstance(step, CopyPlan):
-        for source in (step.conv_src, step.ssm_src):
-            _require_disjoint("slot", [[slot] for slot in source.tolist()], [[dst] for dst in step.dst.tolist()])
+        _require_disjoint("slot", step.conv_src, step.dst)
+        _require_disjoint("slot", step.ssm_src, step.dst)
     elif isinstance(step.plan, SlotPlan):
-        plan = step.plan
-        _require_disjoint("slot", [[slot] for slot in plan.ssm_read.tolist()], plan.ssm_write.tolist())
-        windows = plan.conv_read.tolist(), plan.conv_write.tolist()
-        _require_disjoint("slot", *([[slot] for slot in slots] for slots in windows))
+        _require_disjoint("slot", step.plan.ssm_read, step.plan.ssm_write)
+        _require_disjoint("slot", step.plan.conv_read, step.plan.conv_write)
     else:
         assert step.request_row is not None
-        own = [[row] for row in step.request_row.tolist()]
-        _require_disjoint("request row", own, own)
+        _require_disjoint("request row", step.request_row, step.request_row)
 
 
-def _require_disjoint(what: str, reads: Sequence[Sequence[int]], writes: Sequence[Sequence[int]]) -> None:
+def _require_disjoint(what: str, reads: Tensor, writes: Tensor, row_of_write: Tensor | None = None) -> None:
+    """Raise ValueError if a row reads reads[row], and another row writes it; writes are (R, ...), or have rows."""
     owner: dict[int, int] = {}
-    for row, slots in enumerate(writes):
+    rows = range(len(writes)) if row_of_write is None else row_of_write.tolist()
+    for row, slots in zip(rows, writes.view(len(writes), -1).tolist(), strict=True):
         for slot in slots:
             if slot and owner.setdefault(slot, row) != row:
                 raise ValueError(f"{what} {slot} is written by row {owner[slot]} and by row {row}")
-    for row, slots in enumerate(reads):
-        for slot in slots:
-            if slot and owner.get(slot, row) != row:
-                raise ValueError(f"{what} {slot} is written by row {owner[slot]} and read by row {row}")
+    for row, slot in enumerate(reads.tolist()):
+        if slot and owner.get(slot, row) != row:
+            raise ValueError(f"{what} {slot} is written by row {owner[slot]} and read by row {row}")

@@ -50,7 +50,7 @@ def check_schedule(problem: RecurrenceCase) -> None:
         if tensor is not None:
             tensor.fill_(torch.nan)
     table = torch.arange(1, num_slots, dtype=torch.int32, device=device).view(_REQUESTS, -1)
-    _play(problem, cache, layout, table, inputs, wanted)
+    _play(problem, cache, table, inputs, wanted)
 
 
 def _alone(problem: RecurrenceCase, mixer: Mixer, tokens: Tokens) -> list[Tensor]:
@@ -61,19 +61,18 @@ def _alone(problem: RecurrenceCase, mixer: Mixer, tokens: Tokens) -> list[Tensor
     channels = (line.unfold(0, 1 + keep, 1) * mixer.conv_weight.cpu()).sum(-1) + mixer.conv_bias.cpu()
     if mixer.spec.conv_activation == "silu":
         channels = silu(channels)
-    convolved = Tokens(channels, tokens.gates)
-    state = problem.start(None, 0)
+    convolved, state = Tokens(channels, tokens.gates), problem.start(problem.states(1), 0)
     return problem.run(mixer.params, convolved, range(len(channels)), state)[0]
 
 
 def _play(
     problem: RecurrenceCase,
     cache: FoldCache | _SlotCache,
-    layout: CacheLayout,
     table: Tensor,
     inputs: list[Tokens],
     wanted: list[list[Tensor]],
 ) -> None:
+    layout = cache.layout
     rng, width, computed = Random(2), 1 + layout.num_speculative_tokens, [0] * _REQUESTS
     waits = True  # request `_HIT` waits until the slot that it starts from is full
     while min(computed) < _LEN:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from bateleur.mamba.recurrence import Recurrence, Tensors, TensorSpec
+from bateleur.mamba.recurrence import Recurrence, State, Tensors, TensorSpec
 from bateleur.mamba.spec import PromptScan
 from bateleur.metadata.conformance.errors import ConformanceError, Violation
 
@@ -79,22 +79,21 @@ class RecurrenceCase:
         channels = TensorSpec("channels", (spec.conv_dim,), spec.conv_dtype)
         return Tokens(self.draw(channels, count), tuple(self.draw(gate, count) for gate in spec.gates))
 
-    def states(self, slots: int, *own: int) -> Tensor | None:
-        """Return states (slots, *state_shape), random in slots `own`, NaN in others; None for a pure convolution."""
-        spec = self.spec
-        if not spec.state_shape:
-            return None
-        made = torch.full((slots, *spec.state_shape), torch.nan, dtype=spec.ssm_dtype, device=self.device)
+    def states(self, slots: int, *own: int) -> Tensor:
+        """Return states (slots, *state_shape), random in slots `own`, NaN in others; (slots, 0) without a state."""
+        each = TensorSpec("state", self.spec.state_shape or (0,), self.spec.ssm_dtype)
+        made = torch.full((slots, *each.shape), torch.nan, dtype=each.dtype, device=self.device)
         for slot in own:
-            made[slot] = self.draw(TensorSpec("state", spec.state_shape, spec.ssm_dtype))
+            made[slot] = self.draw(each)
         return made
 
-    def start(self, state: Tensor | None, slot: int) -> Tensor:
-        """Return a slot's state as `step` takes it: float64 on the CPU; shape (0,) for a pure convolution."""
-        shape = self.spec.state_shape or (0,)
-        if state is None or slot == 0:
-            return torch.zeros(shape, dtype=torch.float64)
-        return state[slot].double().cpu()
+    def given(self, state: Tensor) -> State:
+        """Return `state` as operators take it: None for a pure convolution."""
+        return state if self.spec.state_shape else None
+
+    def start(self, state: Tensor, slot: int) -> Tensor:
+        """Return a slot's state as `step` takes it, float64 on the CPU; zeros for slot 0."""
+        return (state[slot] if slot else torch.zeros_like(state[slot])).double().cpu()
 
     def run(
         self, params: Tensors, tokens: Tokens, index: Sequence[int], state: Tensor
@@ -129,12 +128,8 @@ class RecurrenceCase:
             self.close(y[: len(expected)], torch.stack(list(expected)), f"the output of {what}")
 
 
-def require_unchanged(
-    before: Tensor | None, after: Tensor | None, except_slots: Tensor, what: str, part: str = ""
-) -> None:
+def require_unchanged(before: Tensor, after: Tensor, except_slots: Tensor, what: str, part: str = "") -> None:
     """Raise ConformanceError if an entry of dimension 0 changed, except 0 and those at `except_slots`."""
-    if before is None or after is None:
-        return
     equal = (before == after) | (before.isnan() & after.isnan())
     changed = ~equal.flatten(1).all(1)
     changed[except_slots.long()] = False

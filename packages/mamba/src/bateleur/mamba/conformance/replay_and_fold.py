@@ -54,8 +54,7 @@ class _Run:
         self.stacked: Tensors = tuple(torch.stack(each) for each in zip(*self.params, strict=True))
         self.requests = [_Request(1 + r, self.free.pop() if r % 2 else 0, 3 + 4 * r) for r in range(_REQUESTS)]
         own = [request.slot for request in self.requests if request.slot]
-        made = [problem.states(_SLOTS, *own) for _ in range(_LAYERS)]
-        self.state = None if made[0] is None else torch.stack([each for each in made if each is not None])
+        self.state = torch.stack([problem.states(_SLOTS, *own) for _ in range(_LAYERS)])
         request_conv = TensorSpec("request_conv", (rows, *spec.request_conv_shape), spec.conv_dtype)
         self.request_conv = problem.draw(request_conv, _LAYERS)
         keep = (spec.conv_width - 1, spec.conv_dim)
@@ -66,10 +65,7 @@ class _Run:
             for each in spec.ring_entry
         )
         for request in self.requests:
-            request.states = [
-                [problem.start(None if self.state is None else self.state[layer], request.slot)]
-                for layer in range(_LAYERS)
-            ]
+            request.states = [[problem.start(state, request.slot)] for state in self.state]
 
     def step(self, operations: set[str]) -> set[str]:
         """Run a step of random requests and a padded row; return the names of the cases that occurred.
@@ -115,10 +111,9 @@ class _Run:
         """Run `replay`, compare outputs, and check that only the ring entries of the tokens changed."""
         problem, outputs, first = self.problem, [], 0
         given = tokens.of(torch.arange(sum(lens)), placeholder=1)
-        state = None if self.state is None else self.state[layer]
-        ring = tuple(each[layer] for each in self.ring)
-        before = tuple(each.clone() for each in (*ring, *(() if state is None else (state,))))
-        y = problem.spec.replay(self.params[layer], given.channels, given.gates, state, ring, rows)
+        state, ring = self.state[layer], tuple(each[layer] for each in self.ring)
+        before = tuple(each.clone() for each in (*ring, state))
+        y = problem.spec.replay(self.params[layer], given.channels, given.gates, problem.given(state), ring, rows)
         problem.calls["replay"] += 1
         what = f"a replay of {lens} tokens over rings of {[request.length for request in requests]}"
         for request, n in zip(requests, lens, strict=True):
@@ -129,8 +124,7 @@ class _Run:
             first += n
         problem.outputs(y, outputs, what)
         nobody = torch.zeros(0)
-        if state is not None:
-            require_unchanged(before[-1], state, nobody, f"{what}: slot")
+        require_unchanged(before[-1], state, nobody, f"{what}: slot")
         for was, now, entry in zip(before, ring, problem.spec.ring_entry, strict=False):
             for request, n in zip(requests, lens, strict=True):
                 at = self._places(request, request.length - n, request.length)
@@ -175,12 +169,12 @@ class _Run:
         )  # fmt: skip
         at = FoldBatch(*(torch.tensor(values, device=device) for values in fields))
         check_aliases(at)
-        pools = (self.conv, *([] if self.state is None else [self.state]))
-        kept = [each.clone() for each in (*self.ring, *pools)]
-        problem.spec.fold(self.stacked, self.conv, self.state, self.request_conv, self.ring, at)
+        tensors = (*self.ring, self.conv, self.state)
+        kept = [each.clone() for each in tensors]
+        problem.spec.fold(self.stacked, self.conv, problem.given(self.state), self.request_conv, self.ring, at)
         problem.calls["fold"] += 1
         what = f"a fold of {[c for c, d in zip(count, dst, strict=True) if d]} entries"
-        for i, (was, now) in enumerate(zip(kept, (*self.ring, *pools), strict=True)):
+        for i, (was, now) in enumerate(zip(kept, tensors, strict=True)):
             kind, but = ("row of a ring", []) if i < len(self.ring) else ("slot", dst)
             for layer in range(_LAYERS):
                 require_unchanged(was[layer], now[layer], torch.tensor(but), f"{what}: {kind}", "fold")
@@ -196,10 +190,9 @@ class _Run:
                 f"{what}: the conv window of slot {slot} is not the request conv window from entry {first} on", "fold"
             )
         for layer, states in enumerate(request.states):
-            if self.state is not None:
-                where = f"{what}: the state of layer {layer} after {n} of {request.length} entries"
-                self.problem.close(self.state[layer, slot], states[n], where, "fold")
-                states[n] = self.state[layer, slot].double().cpu()  # as it was rounded
+            where = f"{what}: the state of layer {layer} after {n} of {request.length} entries"
+            self.problem.close(self.state[layer, slot], states[n], where, "fold")
+            states[n] = self.problem.start(self.state[layer], slot)  # as it was rounded
         self._spoil(request, 0, n)
         request.base, request.slot = request.base + n, slot
         for states in request.states:

@@ -35,15 +35,14 @@ def check_scan(problem: RecurrenceCase) -> None:
         chunker = PrefillChunker(layout, chunk, problem.prompt_scan)
         chunks = chunker.split(starts, np.array(_COMPUTED, np.int32), _table(layout, problem.device))
         check_aliases(chunks, torch.tensor(read))
-        state = None if initial is None else initial.clone()
+        state = initial.clone()
         given = tokens.of(torch.arange(starts[-1]), placeholder=2)
         reads = torch.tensor(read, device=problem.device)
-        y = problem.spec.scan(params, given.channels, given.gates, state, chunks, chunker.chunk_size, reads)
+        layer = (params, given.channels, given.gates)
+        y = problem.spec.scan(*layer, problem.given(state), chunks, chunker.chunk_size, reads)
         problem.calls["scan"] += 1
         what = f"a scan in blocks of {block} and chunks of {chunk}"
         problem.outputs(y, [y for outputs, _ in truth for y in outputs], what)
-        if state is None:
-            continue
         require_unchanged(initial, state, chunks.chunk_write, f"{what}: slot")
         ends, rows = chunks.chunk_start_loc.tolist()[1:], chunks.chunk_row.tolist()
         for end, row, slot in zip(ends, rows, chunks.chunk_write.tolist(), strict=True):
@@ -85,14 +84,14 @@ def _update(
     problem: RecurrenceCase, params: Tensors, lens: list[int], read: list[int], write: list[list[int]], slots: int
 ) -> None:
     tokens, initial = problem.tokens(sum(lens)), problem.states(slots, *{*read} - {0})
-    state = None if initial is None else initial.clone()
+    state = initial.clone()
     given = tokens.of(torch.arange(sum(lens)), placeholder=lens.count(0))  # one padding token per padded row
     reads = torch.tensor(read, device=problem.device)
     none = torch.zeros_like(reads)
     plan = SlotPlan(reads, torch.tensor(write, device=problem.device), none, none, none, none)
     rows = decode_rows(lens, max(lens), plan, problem.device)
     check_aliases(rows)
-    y = problem.spec.update(params, given.channels, given.gates, state, rows)
+    y = problem.spec.update(params, given.channels, given.gates, problem.given(state), rows)
     problem.calls["update"] += 1
     what, outputs, first = f"an update of {lens} tokens", [], 0
     for row, n in enumerate(lens):
@@ -100,7 +99,7 @@ def _update(
         outputs += done
         first += n
         for i, slot in enumerate(write[row][:n]):
-            if slot and state is not None:
+            if slot:
                 problem.close(state[slot], states[1 + i], f"{what}: the state of row {row} after token {i}")
     problem.outputs(y, outputs, what)
     written = [slot for r, n in enumerate(lens) for slot in write[r][:n]]

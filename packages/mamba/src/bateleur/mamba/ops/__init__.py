@@ -25,18 +25,7 @@ from bateleur.mamba.ops.mamba2 import fold_ring, replay_update, selective_state_
 from bateleur.mamba.ops.states import copy_states, fold_window
 
 __all__ = [
-    "FORMS",
-    "causal_conv1d_update",
-    "causal_conv1d_varlen",
-    "copy_states",
-    "delta_fold_ring",
-    "delta_replay_update",
-    "delta_scan_varlen",
-    "delta_state_update",
-    "fold_ring",
-    "fold_window",
-    "gated_rms_norm",
-    "replay_update",
-    "selective_state_update",
-    "ssd_scan_varlen",
-]
+    "FORMS", "causal_conv1d_update", "causal_conv1d_varlen", "copy_states", "delta_fold_ring", "delta_replay_update",
+    "delta_scan_varlen", "delta_state_update", "fold_ring", "fold_window", "gated_rms_norm", "replay_update",
+    "selective_state_update", "ssd_scan_varlen",
+]  # fmt: skip

@@ -99,8 +99,8 @@ def _run_tile(state: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: T
     o_i = S (e^{c_i} q_i) + sum_{j<=i} (e^{c_i - c_j} q_i . k_j) u_j
     """
     total = g.cumsum(1)
-    fade, last, keys = total.exp(), total[:, -1:], pair_decays(total) * k[:, None]  # (H, Q, Q, Dk): k_j as seen by i
-    of_queries, of_keys = (torch.einsum("hik,hijk->hij", x, keys) for x in (q, k))
+    fade, last, keys = total.exp(), total[:, -1:], pair_decays(total) * k.unsqueeze(1)  # (H, Q, Q, Dk): k_j seen by i
+    of_queries, of_keys = ((keys @ x.unsqueeze(3)).squeeze(3) for x in (q, k))
     known = beta * (v - (k * fade) @ state.mT)
     u = torch.linalg.solve_triangular(beta * of_keys, known, upper=False, unitriangular=True)
     o: Tensor = (q * fade) @ state.mT + of_queries @ u
@@ -124,22 +124,36 @@ def delta_state_update(
     """
     if not (v.shape[0] and read.shape[0]):
         return torch.zeros_like(v)
-    inputs = _inputs(q, k, v, a, b, A, dt_bias, beta_scale)
-    states, outputs = load_slots(state, read, compute_dtype(v)), []
     tokens, targets = pad_rows(query_start_loc, max_query_len, v.shape[0])
+    q, k, v_, g, beta = (each[tokens].transpose(1, 2) for each in _inputs(q, k, v, a, b, A, dt_bias, beta_scale))
+    states = load_slots(state, read, compute_dtype(v))
+    u, o = _corrected((states @ _probes(q, k, g).mT).mT, q, k, v_, g, beta)
     slots = torch.where(targets < v.shape[0], write[:, :max_query_len], 0)
-    for at, slot in zip(tokens.T, slots.T, strict=True):
-        outputs.append(_advance(states, *(each[at] for each in inputs))[0])
-        store_slots(state, slot, states)
-    return unpad(torch.stack(outputs, 1), targets, v)
+    for t in range(max_query_len):  # a row that has ended computes with another token; its state is dropped
+        states.mul_(g[:, :, t, None].exp()).addcmul_(u[:, :, t, :, None], k[:, :, t, None])
+        store_slots(state, slots[:, t], states)
+    return unpad(o.transpose(1, 2), targets, v)
 
 
-def _advance(state: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
-    """Update the states (R, H, Dv, Dk) with one token per row; return its output and corrected value (R, H, Dv)."""
-    state.mul_(g.exp()[:, :, None])
-    u = beta * (v - (state @ k[..., None]).squeeze(3))
-    state.addcmul_(u[..., None], k[:, :, None])
-    return (state @ q[..., None]).squeeze(3), u
+def _probes(q: Tensor, k: Tensor, g: Tensor) -> Tensor:
+    """Return the keys, then the queries of M tokens, decayed from the start of the step, (R, H, 2 M, Dk)."""
+    fade = g.cumsum(2).exp_()
+    return torch.cat((k * fade, q * fade), 2)
+
+
+def _corrected(y: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
+    """Return corrected values and outputs of M tokens per row, (R, H, M, Dv) each; y: the state times `_probes`.
+
+    Solved by forward substitution, so no token depends on a later one, even if that is NaN.
+    """
+    keys = pair_decays(g.cumsum(2)) * k.unsqueeze(2)  # (R, H, M, M, Dk): k_j as seen by i
+    of_queries, of_keys = ((keys @ x.unsqueeze(4)).squeeze(4) for x in (q, k))
+    known, o = y.chunk(2, 2)
+    u = beta * (v - known)
+    for t in range(v.shape[2]):
+        o[:, :, t:].addcmul_(of_queries[:, :, t:, t, None], u[:, :, t, None])
+        u[:, :, t + 1 :].addcmul_(beta[:, :, t + 1 :] * of_keys[:, :, t + 1 :, t, None], u[:, :, t, None], value=-1)
+    return u, o
 
 
 @operator(mutates=("ring_k", "ring_u", "ring_g"), like="v", triton="delta_replay")
@@ -166,23 +180,29 @@ def delta_replay_update(
     """
     if not (v.shape[0] and slot.shape[0]):
         return torch.zeros_like(v)
-    rings, inputs = (ring_k, ring_u, ring_g), _inputs(q, k, v, a, b, A, dt_bias, beta_scale)
-    states = load_slots(state, slot, compute_dtype(v))
-    _fold(states, rings, ring_row, ring_start, ring_len)
+    dtype, rings = compute_dtype(v), (ring_k, ring_u, ring_g)
     tokens, targets = pad_rows(query_start_loc, max_query_len, v.shape[0])
-    o, u = zip(*(_advance(states, *(each[at] for each in inputs)) for at in tokens.T), strict=True)
-    g = inputs[3].view(-1, *ring_g.shape[2:])
-    new = (k[tokens], torch.stack(u, 1), g[tokens])
+    new_q, new_k, new_v, g, beta = (
+        each[tokens].transpose(1, 2) for each in _inputs(q, k, v, a, b, A, dt_bias, beta_scale)
+    )
+    old_k, old_u, under = _entries(rings, ring_row, ring_start, ring_len, dtype)
+    probes = _probes(new_q, new_k, g)
+    y = (state.index_select(0, slot).to(dtype) @ (probes * under).mT).mT
+    y = y.masked_fill((slot == 0)[:, None, None, None], 0) + (probes @ old_k.mT) @ old_u
+    u, o = _corrected(y, new_q, new_k, new_v, g, beta)
+    new = (k[tokens], u.transpose(1, 2), g.transpose(1, 2).reshape(*tokens.shape, *ring_g.shape[2:]))
     append_to_rings(rings, new, ring_row, ring_start + ring_len, targets < v.shape[0])
-    return unpad(torch.stack(o, 1), targets, v)
+    return unpad(o.transpose(1, 2), targets, v)
 
 
-def _fold(states: Tensor, rings: Sequence[Tensor], row: Tensor, start: Tensor, count: Tensor) -> None:
-    """Update the states (R, H, Dv, Dk) with the first `count` entries of the rings in rows `row`."""
-    k, u, g = ring_entries(rings, row, start, count, states.dtype)
+def _entries(
+    rings: Sequence[Tensor], row: Tensor, start: Tensor, count: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return decayed keys (R, H, L, Dk) and values (R, H, L, Dv) of ring entries, and the decay of the saved state."""
+    k, u, g = ring_entries(rings, row, start, count, dtype)
     g = g.view(*u.shape[:3], -1)
     k = unit(k, u.shape[2]) * decays_after(g)
-    states.mul_(g.sum(1).exp_()[:, :, None]).add_(torch.einsum("rlhv,rlhk->rhvk", u, k))
+    return k.transpose(1, 2), u.transpose(1, 2), g.sum(1).exp_()[:, :, None]
 
 
 @operator(mutates=("state", "conv_state"), triton="delta_rule")
@@ -202,6 +222,5 @@ def delta_fold_ring(
         return
     copy_windows(conv_state, request_conv, row, dst, offset)
     for pages, *rings in zip(state, ring_k, ring_u, ring_g, strict=True):
-        states = load_slots(pages, src, compute_dtype(ring_u))
-        _fold(states, rings, row, start, count)
-        store_slots(pages, dst, states)
+        k, u, under = _entries(rings, row, start, count, compute_dtype(ring_u))
+        store_slots(pages, dst, load_slots(pages, src, k.dtype).mul_(under).add_(u.mT @ k))

@@ -80,7 +80,7 @@ def _run_tile(state: Tensor, A: Tensor, D: Tensor, x: Tensor, step: Tensor, B: T
     """
     B, C, total = B.transpose(0, 1), C.transpose(0, 1), (step * A).T.cumsum(1)  # by head
     u, last = (x * step[..., None]).transpose(0, 1), total[:, -1:]
-    y = (C @ B.mT * pair_decays(total)) @ u + (C * total.exp()[..., None]) @ state.mT
+    y = (C @ B.mT * pair_decays(total[..., None]).squeeze(3)) @ u + (C * total.exp()[..., None]) @ state.mT
     state.mul_(last.exp()[..., None]).add_((u * (last - total).exp()[..., None]).mT @ B)
     return y.transpose(0, 1) + D[:, None] * x
 
@@ -143,7 +143,7 @@ def replay_update(
     if not (x.shape[0] and slot.shape[0]):
         return torch.zeros_like(x)
     rings, inputs = (ring_x, ring_dt, ring_B), _inputs(x, dt, B, C, dt_bias, dt_min, dt_max)
-    state = load_slots(ssm_state, slot, compute_dtype(x))
+    state = ssm_state.index_select(0, slot).to(compute_dtype(x)).masked_fill_((slot == 0)[:, None, None, None], 0)
     _fold(state, rings, A, ring_row, ring_start, ring_len)
     tokens, targets = pad_rows(query_start_loc, max_query_len, x.shape[0])
     outputs = [_advance(state, A, D, *(each[at] for each in inputs)) for at in tokens.T]

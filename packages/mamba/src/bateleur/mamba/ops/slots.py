@@ -1,6 +1,6 @@
 """Helpers of the torch forms: state slots, rows of tokens, and rings. Letters as in `ops`, M tokens of the longest row.
 
-Dropped writes go to state slot 0.
+Dropped writes go to state slot 0, which is set to zero before it is read.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,9 +15,9 @@ def compute_dtype(x: Tensor) -> torch.dtype:
 
 
 def load_slots(state: Tensor, read: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return copies of the states in slots `read` (R,); zeros for slot 0."""
-    null = (read == 0).view(-1, *[1] * (state.dim() - 1))
-    return state.index_select(0, read).to(dtype).masked_fill_(null, 0)
+    """Return copies of the states in slots `read` (R,); zeros for slot 0, which is cleared."""
+    state[0].zero_()
+    return state.index_select(0, read).to(dtype)
 
 
 def store_slots(state: Tensor, write: Tensor, values: Tensor) -> None:
@@ -92,12 +92,7 @@ def scan_tiles(
 
 
 def pair_decays(total: Tensor) -> Tensor:
-    """Return the decay from each of Q tokens (dimension 2) to each (dimension 1), 0 to earlier ones, (H, Q, Q, ...).
-
-    total: (H, Q, ...) running sums of log decays.
-    """
-    length = total.shape[1]
-    earlier = torch.ones(length, length, dtype=torch.bool, device=total.device).triu_(1)
-    earlier = earlier.view(length, length, *[1] * (total.dim() - 2))
+    """Return the decay from token j to i, 0 if j is later, (..., i, j, D), from sums of log decays (..., Q, D)."""
+    later = torch.ones(total.shape[-2], total.shape[-2], dtype=torch.bool, device=total.device).triu_(1)
     # Masked before the exponential: the difference is positive there, and could overflow.
-    return (total.unsqueeze(2) - total.unsqueeze(1)).masked_fill_(earlier, float("-inf")).exp_()
+    return (total.unsqueeze(-2) - total.unsqueeze(-3)).masked_fill_(later[:, :, None], float("-inf")).exp_()

@@ -9,13 +9,5 @@ from bateleur.mamba.planners.plans import FORMS, CopyPlan, FoldPlan, ReplayPlan,
 from bateleur.mamba.planners.slots import plan_copy, plan_step
 
 __all__ = [
-    "FORMS",
-    "CopyPlan",
-    "FoldPlan",
-    "ReplayPlan",
-    "SlotPlan",
-    "plan_copy",
-    "plan_fold",
-    "plan_replay",
-    "plan_step",
-]
+    "FORMS", "CopyPlan", "FoldPlan", "ReplayPlan", "SlotPlan", "plan_copy", "plan_fold", "plan_replay", "plan_step",
+]  # fmt: skip

@@ -2,6 +2,7 @@
 
 from abc import abstractmethod
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -15,7 +16,6 @@ from bateleur.mamba.recurrence import FoldBatch, Recurrence, State, Tensors, Ten
 from bateleur.mamba.spec import PromptScan, at_least
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class DeltaRule(Recurrence):
     """Base class of the delta rules: S <- exp(g) S, u = beta (v - S k), S <- S + u k^T, o = S q, for each value head.
 
@@ -24,20 +24,27 @@ class DeltaRule(Recurrence):
     and g. Because u is stored, a later state is a plain sum over the ring.
     """
 
+    __slots__ = ()
+
+    decays_by_channel: ClassVar[bool]
+    """Whether each key channel has its own decay."""
+    key_dim: int  # fields of the subclasses
+    value_dim: int
+
     @property
     @abstractmethod
     def heads(self) -> tuple[int, int]:
         """Number of key heads G and of value heads H, a multiple of G: (G, H)."""
 
     @property
-    @abstractmethod
     def head_dims(self) -> tuple[int, int]:
         """Channels of a key and of a value, (Dk, Dv)."""
+        return (self.key_dim, self.value_dim)
 
     @property
-    @abstractmethod
     def decay_shape(self) -> tuple[int, ...]:
         """Shape of the log decay g of a token: (H,) or (H, key channels)."""
+        return (self.heads[1], self.key_dim) if self.decays_by_channel else self.heads[1:]
 
     @property
     def beta_scale(self) -> float:
@@ -149,6 +156,8 @@ class GatedDelta(DeltaRule):
     Raises ValueError as `Recurrence` does, and if num_value_heads is not a multiple of num_key_heads.
     """
 
+    decays_by_channel: ClassVar[bool] = False
+
     num_key_heads: int
     """G: heads of queries and keys."""
     num_value_heads: int
@@ -177,16 +186,6 @@ class GatedDelta(DeltaRule):
         return (self.num_key_heads, self.num_value_heads)
 
     @property
-    def head_dims(self) -> tuple[int, int]:
-        """Channels of a key and of a value, (Dk, Dv)."""
-        return (self.key_dim, self.value_dim)
-
-    @property
-    def decay_shape(self) -> tuple[int]:
-        """Shape of the log decay g of a token: (H,), one per value head."""
-        return (self.num_value_heads,)
-
-    @property
     def beta_scale(self) -> float:
         """Factor of the writing strength beta = beta_scale * sigmoid(b): 1, or 2 with `allow_neg_eigval`."""
         return 2.0 if self.allow_neg_eigval else 1.0
@@ -198,6 +197,8 @@ class KimiDelta(DeltaRule):
 
     Raises ValueError as `Recurrence` does.
     """
+
+    decays_by_channel: ClassVar[bool] = True
 
     num_heads: int
     """H: heads of queries, keys and values."""
@@ -216,13 +217,3 @@ class KimiDelta(DeltaRule):
     def heads(self) -> tuple[int, int]:
         """Number of key heads and of value heads, which are equal: (H, H)."""
         return (self.num_heads, self.num_heads)
-
-    @property
-    def head_dims(self) -> tuple[int, int]:
-        """Channels of a key and of a value, (Dk, Dv)."""
-        return (self.key_dim, self.value_dim)
-
-    @property
-    def decay_shape(self) -> tuple[int, int]:
-        """Shape of the log decay g of a token: (H, Dk), one per head and key channel."""
-        return (self.num_heads, self.key_dim)

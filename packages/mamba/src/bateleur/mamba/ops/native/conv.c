@@ -127,8 +127,7 @@ int64_t conv(const void *x, int64_t stride, const void *weight, const void *bias
   int64_t share = (channels / threads + SOME - 1) / SOME * SOME, most = share < SOME ? SOME : share < BLOCK ? share : BLOCK;
 #pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
   for (int64_t c = 0; c < channels; c += most)
-    if (wide) decode_block(&l, c, most, states, slot_stride, starts, read, offset, write, rows, 1);
-    else decode_block(&l, c, most, states, slot_stride, starts, read, offset, write, rows, 0);
+    BY_WIDTH(wide, decode_block, &l, c, most, states, slot_stride, starts, read, offset, write, rows);
   clear(&l, starts[rows], tokens, wide);
   return 0;
 }
@@ -146,8 +145,7 @@ int64_t conv_prompts(const void *x, int64_t stride, const void *weight, const vo
   if (tokens * channels < 1 << 15) threads = 1;
 #pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
   for (int64_t c = 0; c < channels; c += SOME)
-    if (wide) prefill_block(&l, c, states, slot_stride, request_conv, window_stride, read, bounds, row, write, request_conv_write, chunks, 1);
-    else prefill_block(&l, c, states, slot_stride, request_conv, window_stride, read, bounds, row, write, request_conv_write, chunks, 0);
+    BY_WIDTH(wide, prefill_block, &l, c, states, slot_stride, request_conv, window_stride, read, bounds, row, write, request_conv_write, chunks);
   clear(&l, bounds[chunks], tokens, wide);
   return 0;
 }

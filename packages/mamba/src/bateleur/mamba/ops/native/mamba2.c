@@ -32,8 +32,7 @@ int64_t update(float *states, int64_t slot_stride, int64_t slots, const void *x,
   for (int64_t item = 0; item < rows * heads; item++) {
     int64_t r = item / heads, h = item % heads, n = starts[r + 1] - starts[r];
     const int64_t *to = write + r * write_stride;
-    if (wide) update_head(&in, starts[r], n, h, states, slot_stride, read[r], to, 1);
-    else update_head(&in, starts[r], n, h, states, slot_stride, read[r], to, 0);
+    BY_WIDTH(wide, update_head, &in, starts[r], n, h, states, slot_stride, read[r], to);
   }
   no_outputs(&in, starts[rows], tokens, wide);
   return 0;
@@ -67,8 +66,7 @@ void scan(float *states, int64_t slot_stride, const void *x, int64_t x_stride, c
     if (read[r]) memcpy(state, states + read[r] * slot_stride + h * page, page * 4);
     else memset(state, 0, page * 4);
     for (int64_t k = ends[r]; k < ends[r + 1]; k++) {
-      if (wide) scan_chunk(&in, bounds[k], bounds[k + 1], h, state, 1);
-      else scan_chunk(&in, bounds[k], bounds[k + 1], h, state, 0);
+      BY_WIDTH(wide, scan_chunk, &in, bounds[k], bounds[k + 1], h, state);
       if (write[k]) memcpy(states + write[k] * slot_stride + h * page, state, page * 4);
     }
   }
@@ -111,7 +109,6 @@ void gated_norm(const void *x, int64_t x_stride, const void *z, int64_t z_stride
   for (int64_t item = 0; item < tokens * groups; item++) {
     int64_t t = item / groups, part = item % groups * size, at = t * x_stride + part, from = t * z_stride + part;
     int64_t w = weights == size ? 0 : part;
-    if (wide) norm(x, at, z, from, weight, w, y, item * size, size, eps, norm_first, is_silu, 1);
-    else norm(x, at, z, from, weight, w, y, item * size, size, eps, norm_first, is_silu, 0);
+    BY_WIDTH(wide, norm, x, at, z, from, weight, w, y, item * size, size, eps, norm_first, is_silu);
   }
 }

@@ -84,10 +84,7 @@ int64_t replay(float *states, int64_t slot_stride, int64_t slots, void *ring_x, 
   for (int64_t item = 0; item < rows * heads; item++) {
     int64_t r = item / heads, h = item % heads, t = starts[r], n = starts[r + 1] - t;
     if (!n) continue;
-    if (wide)
-      replay_head(&in, &own, t, n, h, states, slot_stride, slot[r], ring_row[r], ring_start[r], ring_len[r], 1);
-    else
-      replay_head(&in, &own, t, n, h, states, slot_stride, slot[r], ring_row[r], ring_start[r], ring_len[r], 0);
+    BY_WIDTH(wide, replay_head, &in, &own, t, n, h, states, slot_stride, slot[r], ring_row[r], ring_start[r], ring_len[r]);
   }
   no_outputs(&in, starts[rows], tokens, wide);
   return 0;
@@ -149,8 +146,7 @@ int64_t fold(const fold_layers *f, const int64_t *ring_row, const int64_t *ring_
     float A = f->A[layer * f->next_A + h], *states = f->states + layer * f->next_states;
     const float *from = src[r] ? states + src[r] * f->slot_stride + h * page : NULL;
     float *to = states + dst[r] * f->slot_stride + h * page;
-    if (f->wide) fold_head(&own, A, ring_row[r], ring_start[r], count[r], h, from, to, 1);
-    else fold_head(&own, A, ring_row[r], ring_start[r], count[r], h, from, to, 0);
+    BY_WIDTH(f->wide, fold_head, &own, A, ring_row[r], ring_start[r], count[r], h, from, to);
     int64_t first = page_offset[r] < 0 ? 0 : page_offset[r] > last ? last : page_offset[r];
     if (!h)
       memcpy(f->pages + layer * f->next_pages + dst[r] * f->page_stride,

@@ -6,6 +6,9 @@
 
 enum { MOST_TOKENS = 16 };
 
+/* Call f with `wide`, whether inputs are float32, as a constant last argument, so that each case is compiled by itself. */
+#define BY_WIDTH(wide, f, ...) ((wide) ? f(__VA_ARGS__, 1) : f(__VA_ARGS__, 0))
+
 /* Load the first n numbers of a vector; the others are zero. */
 INLINE vec some(const float *p, int64_t n) {
   if (n == LANES) return load(p);

@@ -11,9 +11,6 @@ Legend: T tokens of a tile, V value channels of a head's tile, K key channels, D
 
 from __future__ import annotations
 
-from functools import cache
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -186,20 +183,6 @@ def walk_kernel(
         store_tile(state_ptr + slot * state_slot + k, lane_V * KEY_DIM, state_VK, real_V, write_K)
 
 
-@cache
-def tile_options(value_dim: int, key_dim: int, decays: int, dtype: torch.dtype) -> dict[str, dict[str, Any]]:
-    """Return tile sizes and launch options of each kernel, by name.
-
-    The tiles of tokens of a request run in order, so narrow tiles of value channels are needed to fill a GPU.
-    """
-    shared = LAUNCH | {"BLOCK_T": _TILE, "PRECISION": precision(dtype), "EXACT": precision(dtype, state=True)}
-    # One warp needs no barriers. With decays per channel it has fewer channels, so that no registers are spilled.
-    exact = dtype == torch.float32
-    pairs = block_options(key_dim, decays, most=32 if decays == 1 else 16) | {"num_warps": 4 if exact else 1}
-    walk = {"BLOCK_V": state_tile(value_dim, 16 if exact else 32), "num_warps": 8}
-    return {"pairs": shared | pairs, "walk": shared | block_options(key_dim, decays) | walk}
-
-
 def delta_scan_varlen(
     q, k, v, a, b, A, dt_bias, state, query_start_loc, chunk_start_loc, chunk_row, row_chunk_loc,
     max_chunks_per_row, chunk_size, read, chunk_write, beta_scale,
@@ -214,7 +197,8 @@ def delta_scan_varlen(
         return torch.zeros(v.shape, dtype=v.dtype, device=v.device)
     shape = shape_options(q, v, a)
     heads, value_dim, key_dim, decays = (shape[name] for name in ("HEADS", "VALUE_DIM", "KEY_DIM", "DECAYS"))
-    options = tile_options(value_dim, key_dim, decays, v.dtype)
+    exact = v.dtype == torch.float32
+    shared = LAUNCH | {"BLOCK_T": _TILE, "PRECISION": precision(v.dtype), "EXACT": precision(v.dtype, state=True)}
     o = torch.empty(v.shape, dtype=v.dtype, device=v.device)
     # Two tensors, not parts of one, are aligned for any number of tokens.
     total, rest = (torch.empty((heads, num_tokens, decays), dtype=torch.float32, device=v.device) for _ in range(2))
@@ -222,10 +206,12 @@ def delta_scan_varlen(
     scale = torch.empty((heads, num_tokens, 4), dtype=torch.float32, device=v.device)
     keys = {name: shape[name] for name in ("GROUP", "KEY_DIM", "DECAYS")}
     tiles = cdiv(chunk_size, _TILE)
+    # One warp needs no barriers. With decays per channel it has fewer channels, so that no registers are spilled.
+    pairs = block_options(key_dim, decays, most=32 if decays == 1 else 16) | {"num_warps": 4 if exact else 1}
     pairs_kernel[(num_chunks * tiles, heads)](
         q, k, a, b, A, dt_bias, chunk_start_loc, total, rest, inverse, query, scale,
         num_tokens, beta_scale, *q.stride()[:2], *k.stride()[:2], *a.stride()[:2], b.stride(0),
-        **keys, TILES=tiles, **options["pairs"],
+        **keys, TILES=tiles, **shared | pairs,
     )  # fmt: skip
     distances = token_distances(q, k, v)
     if takes_tiles(q, k, distances, decays, chunk_size):
@@ -234,10 +220,12 @@ def delta_scan_varlen(
             query_start_loc, chunk_start_loc, row_chunk_loc, chunk_size, read, chunk_write, o,
         )  # fmt: skip
         return o
-    walk_kernel[(heads * cdiv(value_dim, options["walk"]["BLOCK_V"]), num_rows + 1)](
+    # The tiles of tokens of a request run in order, so narrow tiles of value channels are needed to fill a GPU.
+    walk = block_options(key_dim, decays) | {"BLOCK_V": state_tile(value_dim, 16 if exact else 32), "num_warps": 8}
+    walk_kernel[(heads * cdiv(value_dim, walk["BLOCK_V"]), num_rows + 1)](
         state, q, k, v, total, rest, inverse, query,
         query_start_loc, chunk_start_loc, row_chunk_loc, read, chunk_write, o,
         num_rows, num_tokens, state.stride(0), *q.stride()[:2], *k.stride()[:2], *v.stride()[:2],
-        **shape, **options["walk"],
+        **shape, **shared | walk,
     )  # fmt: skip
     return o

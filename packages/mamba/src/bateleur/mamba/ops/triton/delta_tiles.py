@@ -16,9 +16,6 @@ Legend: T tokens of a tile, V value channels of a head's tile, K key channels.
 
 from __future__ import annotations
 
-from functools import cache
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -255,25 +252,15 @@ def walk_tiles_kernel(
         store_tile(state_ptr + slot * state_slot + k, lane_V * KEY_DIM, tl.trans(state_KV), real_V, write_K)
 
 
-@cache
-def tile_options(value_dim: int, key_dim: int) -> dict[str, dict[str, Any]]:
-    """Return tile sizes and launch options of each kernel, by name."""
-    shared = LAUNCH | {
-        "TILE": TILE,
-        "BLOCK_K": max(16, triton.next_power_of_2(key_dim)),
-        "INVERSE_PARTS": _INVERSE_PARTS,
-        "QUERY_PARTS": _QUERY_PARTS,
-    }
-    return {"join": shared, "walk": shared | {"BLOCK_V": state_tile(value_dim, 32), "num_stages": 2}}
-
-
 def scan_tiles(
     state, q, k, v, total, rest, inverse, query, scale, shape, distances,
     query_start_loc, chunk_start_loc, row_chunk_loc, chunk_size, read, chunk_write, o,
 ):  # fmt: skip
     """Launch `join_kernel` and `walk_tiles_kernel`. ``total`` to ``scale`` are the results of `pairs_kernel`."""
     heads, value_dim, key_dim = (shape[name] for name in ("HEADS", "VALUE_DIM", "KEY_DIM"))
-    options = tile_options(value_dim, key_dim)
+    options = LAUNCH | {"TILE": TILE, "BLOCK_K": max(16, triton.next_power_of_2(key_dim))}
+    options |= {"INVERSE_PARTS": _INVERSE_PARTS, "QUERY_PARTS": _QUERY_PARTS}
+    block_v = state_tile(value_dim, 32)
     num_tokens, num_chunks = v.shape[0], chunk_write.shape[0]
     of_tile = torch.empty(
         (heads, num_tokens, _INVERSE_PARTS + _QUERY_PARTS, TILE), dtype=torch.bfloat16, device=v.device
@@ -283,12 +270,12 @@ def scan_tiles(
     join_kernel[(num_chunks * tiles, heads)](
         q, k, chunk_start_loc, total, rest, inverse, query, scale, *parts,
         num_tokens, *q.stride()[:2], *k.stride()[:2],
-        GROUP=shape["GROUP"], KEY_DIM=key_dim, TILES=tiles, **options["join"],
+        GROUP=shape["GROUP"], KEY_DIM=key_dim, TILES=tiles, **options,
     )  # fmt: skip
     sizes = {name: shape[name] for name in ("HEADS", "GROUP", "VALUE_DIM", "KEY_DIM")}
-    walk_tiles_kernel[(heads * cdiv(value_dim, options["walk"]["BLOCK_V"]), read.shape[0] + 1)](
+    walk_tiles_kernel[(heads * cdiv(value_dim, block_v), read.shape[0] + 1)](
         state, q, k, v, scale, *parts,
         query_start_loc, chunk_start_loc, row_chunk_loc, read, chunk_write, o,
         read.shape[0], num_tokens, state.stride(0), q.stride(1), k.stride(1), v.stride(1),
-        **distances, **sizes, **options["walk"],
+        **distances, **sizes, BLOCK_V=block_v, num_stages=2, **options,
     )  # fmt: skip

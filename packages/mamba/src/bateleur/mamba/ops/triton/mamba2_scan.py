@@ -9,9 +9,6 @@ Legend: H heads, T tokens, Q tokens of a chunk, M queries and K keys among them,
 S entries of a head's state.
 """
 
-from functools import cache
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -196,32 +193,6 @@ def outputs_kernel(
     store_tile(y_P, token_M * (HEADS * HEAD_DIM), y_MP, real_M, real_P)
 
 
-@cache
-def tile_options(head_dim: int, state_size: int, chunk_size: int, dtype: torch.dtype) -> dict[str, dict[str, Any]]:
-    """Return tile sizes and launch options of each kernel, by name.
-
-    Tiles are small for float32, which has no tensor cores.
-    """
-    full = dtype == torch.float32
-    block_n, block_p = (max(16, triton.next_power_of_2(size)) for size in (state_size, head_dim))
-    most = max(16, triton.next_power_of_2(chunk_size))
-    shared = LAUNCH | {"BLOCK_N": block_n, "PRECISION": precision(dtype), "num_stages": 1 if full else 2}
-    return {
-        "steps": LAUNCH | {"BLOCK_Q": triton.next_power_of_2(chunk_size), "BLOCK_H": 8},
-        "adds": shared
-        | {"BLOCK_K": min(most, 32 if full else 64), "BLOCK_P": state_tile(head_dim, 32 if full else 64)},
-        "passes": LAUNCH | {"BLOCK_S": 512, "num_warps": 2},
-        # 32 keys for wide heads, so that two programs fit on a multiprocessor
-        "outputs": shared
-        | {
-            "BLOCK_M": min(most, 16 if full else 64),
-            "BLOCK_K": min(most, 16 if full else 64 if block_p * block_n <= 8192 else 32),
-            "BLOCK_P": block_p,
-            "num_warps": 8 if full else 4,
-        },
-    }
-
-
 def ssd_scan_varlen(
     x, dt, A, B, C, D, dt_bias, ssm_state, query_start_loc, chunk_start_loc, chunk_row, row_chunk_loc,
     max_chunks_per_row, chunk_size, read, chunk_write, dt_min, dt_max,
@@ -234,29 +205,36 @@ def ssd_scan_varlen(
     groups, size = B.shape[1], B.shape[2]
     if num_tokens == 0 or num_chunks == 0:
         return torch.zeros(x.shape, dtype=x.dtype, device=x.device)
-    options = tile_options(head_dim, size, chunk_size, x.dtype)
-    shape = {"HEADS": heads, "GROUP": heads // groups, "HEAD_DIM": head_dim, "STATE": size}
+    # Tiles are small for float32, which has no tensor cores.
+    full = x.dtype == torch.float32
+    block_n, block_p = (max(16, triton.next_power_of_2(each)) for each in (size, head_dim))
+    longest, own_p = max(16, triton.next_power_of_2(chunk_size)), state_tile(head_dim, 32 if full else 64)
+    block_m = min(longest, 16 if full else 64)
+    # 32 keys for wide heads, so that two programs fit on a multiprocessor
+    block_k = min(longest, 16 if full else 64 if block_p * block_n <= 8192 else 32)
+    shape = {"HEADS": heads, "GROUP": heads // groups, "HEAD_DIM": head_dim, "STATE": size, "BLOCK_N": block_n}
+    products = shape | {"PRECISION": precision(x.dtype), "num_stages": 1 if full else 2, "enable_fp_fusion": True}
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     # A multiple of four heads aligns `total` to 16 bytes, so that Triton compiles one kernel.
     step, total = torch.empty((2, heads + -heads % 4, num_tokens), dtype=torch.float32, device=x.device)
     added = torch.empty((num_chunks, heads, head_dim, size), dtype=torch.float32, device=x.device)
     entering = torch.empty(added.shape, dtype=x.dtype, device=x.device)
-    steps_kernel[(num_chunks, cdiv(heads, options["steps"]["BLOCK_H"]))](
+    steps_kernel[(num_chunks, cdiv(heads, 8))](
         dt, A, dt_bias, chunk_start_loc, step, total, num_tokens, dt.stride(0), dt_min, dt_max,
-        HEADS=heads, **options["steps"],
+        HEADS=heads, BLOCK_Q=triton.next_power_of_2(chunk_size), BLOCK_H=8, **LAUNCH,
     )  # fmt: skip
-    adds_kernel[(heads * cdiv(head_dim, options["adds"]["BLOCK_P"]), num_chunks)](
+    adds_kernel[(heads * cdiv(head_dim, own_p), num_chunks)](
         x, B, step, total, chunk_start_loc, added, num_tokens, *x.stride()[:2], *B.stride()[:2],
-        **shape, **options["adds"],
+        BLOCK_K=min(longest, 32 if full else 64), BLOCK_P=own_p, num_warps=4, **products,
     )  # fmt: skip
-    passes_kernel[(cdiv(head_dim * size, options["passes"]["BLOCK_S"]), heads, num_rows)](
+    passes_kernel[(cdiv(head_dim * size, 512), heads, num_rows)](
         ssm_state, added, total, chunk_start_loc, row_chunk_loc, read, chunk_write, entering,
-        num_tokens, ssm_state.stride(0), SIZE=head_dim * size, **options["passes"],
+        num_tokens, ssm_state.stride(0), SIZE=head_dim * size, BLOCK_S=512, **LAUNCH | {"num_warps": 2},
     )  # fmt: skip
-    tiles = cdiv(chunk_size, options["outputs"]["BLOCK_M"])
+    tiles = cdiv(chunk_size, block_m)
     outputs_kernel[(heads * tiles, num_chunks + 1)](
         x, B, C, D, step, total, entering, query_start_loc, chunk_start_loc, y,
         num_rows, num_chunks, num_tokens, *x.stride()[:2], *B.stride()[:2], *C.stride()[:2],
-        **shape, TILES=tiles, **options["outputs"],
+        TILES=tiles, BLOCK_M=block_m, BLOCK_K=block_k, BLOCK_P=block_p, num_warps=8 if full else 4, **products,
     )  # fmt: skip
     return y
