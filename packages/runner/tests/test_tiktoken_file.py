@@ -15,8 +15,7 @@ import tiny
 
 from bateleur.runner import LLM, SamplingParams
 from bateleur.runner.checkpoint.open import open_checkpoint
-from bateleur.runner.checkpoint.tokenizer import load_tokenizer
-from bateleur.runner.checkpoint.tokenizer_files import DEFAULT_SPLIT, KIMI_SPLIT, read_tiktoken
+from bateleur.runner.checkpoint.tokenizer import DEFAULT_SPLIT, KIMI_SPLIT, load_tokenizer, read_tiktoken
 
 SAMPLE = "Hello helloWorld HELLO don't 12345 naïve 你好世界 hello你好, the end.\n\n  def f(x):\n\treturn x🦅 "
 TEXTS = (SAMPLE, "", " ", "a", "helloWorld", "世界hello", "I'LL we've", "1234567", "x\r\n\r\ny", "<|im_end|>hi[BOS]")

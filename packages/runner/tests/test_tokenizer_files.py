@@ -15,7 +15,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from bateleur.runner.assets import shipped_model
-from bateleur.runner.checkpoint.tokenizer_files import read_without_transformers
+from bateleur.runner.checkpoint.tokenizer import read_without_transformers
 from bateleur.runner.text.file_tokenizer import FileTokenizer
 
 OLD = tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 23)

@@ -59,7 +59,8 @@ def check_weights(
     """
     problems: list[str] = []
     for name, part in names.items():
-        rows, *rest = _rows(weights, part).shape
+        weight = weights[part.target] if part.expert is None else weights[part.target][part.expert]
+        rows, *rest = part.rows or len(weight), *weight.shape[1:]
         if part.transposed:
             rest[-2:] = rest[:-3:-1]
         shape = part.stored or ((rows, 1, *rest) if part.form is StorageForm.CONV else (rows, *rest))
@@ -125,9 +126,3 @@ def _fill(weight: Tensor, part: WeightPart, entry: TensorEntry, cut: Cut) -> Non
         if factors is not None:
             tensor = tensor.float() * factors[first:end].view(-1, *[1] * (tensor.ndim - 1))
         target[own[0] : own[1]].copy_(tensor)
-
-
-def _rows(weights: Mapping[str, Tensor], part: WeightPart) -> Tensor:
-    weight = weights[part.target]
-    weight = weight if part.expert is None else weight[part.expert]
-    return weight if part.rows is None else weight[part.start : part.start + part.rows]

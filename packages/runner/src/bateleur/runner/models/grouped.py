@@ -41,15 +41,12 @@ def _masked(y: Tensor, x: Tensor, group_ends: Tensor, product: Product) -> Tenso
 
 def _by_group(y: Tensor, x: Tensor, group_ends: Tensor, product: Product) -> Tensor:
     """Return y with the products of all rows, computed group by group. CPU only, where reading ends does not wait."""
-    for e, start, end in _filled(group_ends):
-        y[start:end] = product(e, x[start:end])
+    start = 0
+    for e, end in enumerate(group_ends.tolist()):
+        if start < end:
+            y[start:end] = product(e, x[start:end])
+        start = end
     return y
-
-
-def _filled(group_ends: Tensor) -> list[tuple[int, int, int]]:
-    """Return (group, first row, end) of the groups that have rows."""
-    every: list[int] = group_ends.tolist()
-    return [(e, a, b) for e, (a, b) in enumerate(zip([0, *every], every, strict=False)) if a < b]
 
 
 FORMS = Implementations(masked_products, triton="bateleur.runner.models.kernels.grouped:grouped_products")
@@ -124,12 +121,8 @@ class GroupedProjection:
         if self.quantized is not None:
             parts = list(self.quantized.tensors().values())
             return quantized_grouped(x, group_ends, parts, self.quantized.scheme.key())
-        filled = _filled(group_ends)
-        found = [self._packed[e](x[start:end]) for e, start, end in filled]
-        if not found:
-            return self._packed[0](x)
-        rest = x.shape[0] - filled[-1][2]
-        return torch.cat([*found, x.new_zeros(rest, found[0].shape[1])] if rest else found)
+        y_SN = x.new_zeros(x.shape[0], self._packed[0].num_rows)
+        return _by_group(y_SN, x, group_ends, lambda e, rows: self._packed[e](rows))
 
     def warm_up(self, most: int) -> None:
         """Launch products of 1 and of up to `most` rows, so that their kernels are loaded."""

@@ -84,6 +84,12 @@ def scheme_of(key: str, scale_dtype: torch.dtype) -> Scheme:
     return Scheme(Layout(layout), group, scale_dtype, bool(zeros), bool(divides), bool(indexed), start)
 
 
+def tensors_of(matrix: Any, prefix: str) -> dict[str, Tensor]:
+    """Return the fields of a dataclass that are tensors, by names that begin with `prefix`."""
+    named = {prefix + each.name: getattr(matrix, each.name) for each in fields(matrix)}
+    return {name: value for name, value in named.items() if isinstance(value, Tensor)}
+
+
 @dataclass(frozen=True, slots=True)
 class QuantizedMatrix:
     """A quantised matrix (N, K), or E of them with a leading E in all tensors."""
@@ -134,8 +140,7 @@ class QuantizedMatrix:
 
     def tensors(self, prefix: str = "") -> dict[str, Tensor]:
         """Return the tensors in memory, by names that begin with `prefix`."""
-        named = {prefix + each.name: getattr(self, each.name) for each in fields(self)}
-        return {name: value for name, value in named.items() if isinstance(value, Tensor)}
+        return tensors_of(self, prefix)
 
     def _changed(self, change: Callable[[Tensor], Tensor]) -> QuantizedMatrix:
         """Return the matrix with all tensors changed except `index`."""

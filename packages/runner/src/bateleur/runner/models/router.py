@@ -98,11 +98,7 @@ def sort_places(experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tens
     return order_S // experts.shape[1], sorted_index_S, expert_ends_E
 
 
-def _fake_combined(y: Tensor, sorted_index: Tensor, weights: Tensor, *_: object) -> Tensor:
-    return y.new_empty(weights.shape[0], y.shape[1])
-
-
-@operator("router", _fake_combined, direct=True)
+@operator("router", lambda y, index, weights, *_: y.new_empty(weights.shape[0], y.shape[1]), direct=True)
 def combine(y: Tensor, sorted_index: Tensor, weights: Tensor, shared: Tensor | None, gate: Tensor | None) -> Tensor:
     """Return `sum_k weights[t, k] * y[sorted_index[t * K + k]] (+ shared[t] (* sigmoid(gate[t])))` (T, L) in y's dtype.
 

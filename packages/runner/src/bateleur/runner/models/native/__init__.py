@@ -2,7 +2,7 @@
 
 import ctypes
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.library import Library
 
 from bateleur.metadata.dispatch import Implementations, define_op, skip_dispatcher
-from bateleur.metadata.native import Kernel, entry, kernels, unavailable_reason
+from bateleur.metadata.native import entry, kernels, unavailable_reason
 
 F = TypeVar("F", bound=Callable[..., Any])
 _NAMES = {
@@ -20,6 +20,8 @@ _NAMES = {
     (torch.bfloat16, torch.bfloat16): "linear_bf16",
 }
 """Kernels by dtype of tokens and of the packed matrix."""
+_SIGNATURES = (*((name, "=plllpppli") for name in _NAMES.values()), ("panel_width", "p"))
+_kernels = partial(kernels, Path(__file__).parent / "linear.c", _SIGNATURES)
 
 
 def packs(weight: Tensor) -> bool:
@@ -88,7 +90,7 @@ def packed_linear(x: Tensor, packed: Tensor, bias: Tensor | None, rows: int) -> 
     if columns != expected or (bias is not None and x.dtype != dtype) or (x.dtype, packed.dtype) not in _NAMES:
         raise ValueError(f"x is {tuple(x.shape)} {x.dtype}; it must have {expected} columns of {dtype}")
     y = x.new_empty(tokens, rows)
-    _linear(x.dtype, packed.dtype)(
+    _kernels()[_NAMES[x.dtype, packed.dtype]](
         x.data_ptr(), tokens, x.stride(0), columns, packed.data_ptr(),
         None if bias is None else bias.data_ptr(), y.data_ptr(), rows, torch.get_num_threads(),
     )  # fmt: skip
@@ -97,7 +99,7 @@ def packed_linear(x: Tensor, packed: Tensor, bias: Tensor | None, rows: int) -> 
 
 def address(packed: Tensor, dtype: torch.dtype) -> int:
     """Return the address of the C function that multiplies tokens of `dtype` with this matrix."""
-    return entry(_linear(dtype, packed.dtype))
+    return entry(_kernels()[_NAMES[dtype, packed.dtype]])
 
 
 _library = Library("bateleur", "FRAGMENT")
@@ -117,19 +119,8 @@ def _columns(weight: Tensor) -> int:
 
 
 @cache
-def _linear(dtype: torch.dtype, packed: torch.dtype) -> Kernel:
-    return _kernels()[_NAMES[dtype, packed]]
-
-
-@cache
 def panel_width() -> int:
     """Return WIDTH, which depends on the processor."""
     width = ctypes.c_int64()
     _kernels()["panel_width"](ctypes.addressof(width))
     return width.value
-
-
-@cache
-def _kernels() -> dict[str, Kernel]:
-    names = (*((name, "=plllpppli") for name in _NAMES.values()), ("panel_width", "p"))
-    return dict(kernels(Path(__file__).parent / "linear.c", names))

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
-from functools import cache
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bateleur.metadata.native import Kernel, kernels, unavailable_reason
+from bateleur.metadata.native import kernels, unavailable_reason
 from bateleur.runner.models.native import as_operator, panel_width
-from bateleur.runner.models.quantized import Layout, QuantizedMatrix, Scheme, unpack
+from bateleur.runner.models.quantized import Layout, QuantizedMatrix, Scheme, tensors_of, unpack
 
 _NAMES = {Layout.I8: "quantized_i8", Layout.I4: "quantized_i4"}
 _COLUMNS = {Layout.I8: 4, Layout.I4: 8}
 """Columns whose codes share a word."""
+_SIGNATURES = tuple((name, "=plllppplppli") for name in _NAMES.values())
+_kernels = partial(kernels, Path(__file__).parent / "quantized.c", _SIGNATURES)
 _SIGNS = 0x88 - 0x100
 """Flips the highest bit of both codes of a byte, which lowers them by 8."""
 
@@ -59,8 +61,7 @@ class PackedMatrix:
 
     def tensors(self, prefix: str = "") -> dict[str, Tensor]:
         """Return the tensors in memory, by names that begin with `prefix`."""
-        named = {prefix + each.name: getattr(self, each.name) for each in fields(self)}
-        return {name: value for name, value in named.items() if isinstance(value, Tensor)}
+        return tensors_of(self, prefix)
 
     def dequantize(self) -> Tensor:
         """Return the weights (N, K) in float32."""
@@ -111,9 +112,3 @@ def _panels(rows: Tensor) -> Tensor:
 
 def _rows(panels: Tensor, count: int) -> Tensor:
     return panels.transpose(1, 2).flatten(0, 1)[:count].contiguous()
-
-
-@cache
-def _kernels() -> dict[str, Kernel]:
-    names = tuple((name, "=plllppplppli") for name in _NAMES.values())
-    return dict(kernels(Path(__file__).parent / "quantized.c", names))

@@ -1,15 +1,18 @@
 """C kernels for norms and activations (`norm.c`, `activation.c`), computed in float32 and rounded once."""
 
 from collections.abc import Sequence
-from functools import cache
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from bateleur.metadata.dispatch import UNSUPPORTED, Unsupported
-from bateleur.metadata.native import Kernel, kernels
+from bateleur.metadata.native import kernels
 
+_HERE = Path(__file__).parent
+_rms_norm = partial(kernels, _HERE / "norm.c", (("rms_norm", "pliplfplfipipillfi"),))
+_activate = partial(kernels, _HERE / "activation.c", (("activate", "plplliiii"),))
 _FLOATS = (torch.float32, torch.bfloat16)
 _KINDS = {"relu2": 0, "silu": 1, "gelu_tanh": 2, "clamped_swiglu": 3}
 """Of activations, as `activation.c` counts them."""
@@ -32,7 +35,7 @@ def add_rms_norm(
     y = torch.empty(tokens, size, dtype=dtype)
     added = [(each.data_ptr(), each.stride(0), factor) for each, factor in zip(terms, factors, strict=True)]
     first, second = (*added, none, none)[:2]
-    _rms_norm()(
+    _rms_norm()["rms_norm"](
         h.data_ptr(), h.stride(0), h.dtype is torch.float32, *first, *second,
         bool(terms) and terms[0].dtype is torch.float32, weight.data_ptr(), weight.dtype is torch.float32,
         y.data_ptr(), dtype is torch.float32, tokens, size, eps, torch.get_num_threads(),
@@ -46,7 +49,7 @@ def activation(gate_up: Tensor, size: int, name: str, gated: bool) -> Tensor | U
         return UNSUPPORTED
     tokens = gate_up.shape[0]
     y = gate_up.new_empty(tokens, size)
-    _activate()(
+    _activate()["activate"](
         gate_up.data_ptr(), gate_up.stride(0), y.data_ptr(), tokens, size, gated, _KINDS[name],
         gate_up.dtype is torch.float32, torch.get_num_threads(),
     )  # fmt: skip
@@ -55,13 +58,3 @@ def activation(gate_up: Tensor, size: int, name: str, gated: bool) -> Tensor | U
 
 def _takes(x: Tensor) -> bool:
     return x.dtype in _FLOATS and x.stride(-1) == 1
-
-
-@cache
-def _rms_norm() -> Kernel:
-    return kernels(Path(__file__).parent / "norm.c", (("rms_norm", "pliplfplfipipillfi"),))["rms_norm"]
-
-
-@cache
-def _activate() -> Kernel:
-    return kernels(Path(__file__).parent / "activation.c", (("activate", "plplliiii"),))["activate"]
