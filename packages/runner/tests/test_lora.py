@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -212,7 +213,8 @@ def test_adapters_take_the_slots_of_idle_ones(tiny_checkpoint: Any, tmp_path: Pa
     folder, _ = tiny_checkpoint("llama")
     checkpoint = open_checkpoint(folder)
     pool = AdapterPool(load_model(checkpoint, torch.float32, "cpu"), checkpoint.names, 2, 4, 8)
-    manager = AdapterManager(pool, checkpoint.names, shapes_of(checkpoint), ())
+    read = partial(read_adapter, names=checkpoint.names, shapes=shapes_of(checkpoint), prefixes=(), max_rank=4)
+    manager = AdapterManager(pool, read)
     modules = modules_of(folder)[:3]
     a, b, c = (
         LoRARequest(name, seed + 1, str(write_adapter(tmp_path / name, folder, modules, seed=seed)))
@@ -249,7 +251,8 @@ def test_requests_wait_for_slots_first_come_first_served(tiny_checkpoint: Any, t
     folder, _ = tiny_checkpoint("llama")
     checkpoint = open_checkpoint(folder)
     pool = AdapterPool(load_model(checkpoint, torch.float32, "cpu"), checkpoint.names, 2, 4, 8)
-    manager = AdapterManager(pool, checkpoint.names, shapes_of(checkpoint), ())
+    read = partial(read_adapter, names=checkpoint.names, shapes=shapes_of(checkpoint), prefixes=(), max_rank=4)
+    manager = AdapterManager(pool, read)
     modules = modules_of(folder)[:3]
     paths = {name: write_adapter(tmp_path / name, folder, modules, seed=seed) for seed, name in enumerate("abcd")}
     every = {name: LoRARequest(name, 1, str(path)) for name, path in paths.items()}

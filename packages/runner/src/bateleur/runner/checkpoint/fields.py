@@ -150,8 +150,7 @@ class ConfigFields:
     def _lengths(self) -> tuple[int, int]:
         """Return the default maximum length, and the largest that a user may choose (0: the default).
 
-        With YaRN, the default is the scaled length. With other kinds, `max_position_embeddings` is the default, because
-        it often is the scaled length already.
+        Except with YaRN, `max_position_embeddings` is the default, because it often is the scaled length already.
         """
         positions, parameters = self["max_position_embeddings"], self._rope_parameters
         kind, factor = str(parameters.get("rope_type")), parameters.get("factor") or 1.0

@@ -29,21 +29,17 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _LISTED = 20
 """Tensors that an error names."""
 Prefixes = Sequence[tuple[str, str]]
-
-
 LowRank = tuple[Tensor, Tensor]
 """(lanes, columns) and (rows, lanes) float32: their product is added to a projection of the whole model."""
 
 
 def read_adapter(
-    folder: Path, names: Names, shapes: Mapping[str, tuple[int, ...]], other_prefixes: Prefixes, max_rank: int
+    folder: Path, names: Names, shapes: Mapping[str, tuple[int, ...]], prefixes: Prefixes, max_rank: int
 ) -> dict[str, LowRank]:
     """Return the matrices of each adapted projection, by the name of its weight: `layers.0.qkv_proj`.
 
-    If a projection holds several modules (q, k and v), each has its own rows of A and columns of B.
-
-    names: see `Checkpoint.names`. shapes: (rows, columns) of every weight of the whole model. Raises ValueError if the
-    folder is no adapter, needs an unsupported feature, or has tensors that do not fit (all are listed).
+    Each of its modules (q, k and v) has own rows of A and columns of B. names, prefixes: see `Checkpoint`. shapes: of
+    every weight of the whole model. Raises ValueError if the folder is no adapter that fits (all problems are listed).
     """
     config_file, weights_file = folder / CONFIG, folder / WEIGHTS
     if not (config_file.is_file() and weights_file.is_file()):
@@ -51,7 +47,7 @@ def read_adapter(
     config = read_json(config_file)
     with errors_in(config_file):
         _check_config(config)
-    modules, stored, problems = _read_modules(weights_file, other_prefixes)
+    modules, stored, problems = _read_modules(weights_file, prefixes)
     parts: dict[str, list[tuple[WeightPart, Tensor, Tensor]]] = {}
     for module, pair in modules.items():
         part = names.get(f"{module}.weight")
@@ -72,9 +68,7 @@ def read_adapter(
     return {target: _joined(found, shapes[target][0]) for target, found in parts.items()}
 
 
-def _read_modules(
-    file: Path, other_prefixes: Prefixes
-) -> tuple[dict[str, dict[str, Tensor]], dict[str, str], list[str]]:
+def _read_modules(file: Path, prefixes: Prefixes) -> tuple[dict[str, dict[str, Tensor]], dict[str, str], list[str]]:
     """Return `A` and `B` by module, each module's name in the file, and errors."""
     modules: dict[str, dict[str, Tensor]] = {}
     stored: dict[str, str] = {}
@@ -86,7 +80,7 @@ def _read_modules(
                 if match is None:
                     problems.append(f"{name}: is neither lora_A nor lora_B of a linear layer")
                     continue
-                module = renamed(match["module"], other_prefixes)
+                module = renamed(match["module"], prefixes)
                 stored.setdefault(module, match["module"])
                 pair = modules.setdefault(module, {})
                 if match["matrix"] in pair:

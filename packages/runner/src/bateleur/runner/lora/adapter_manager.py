@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from hashlib import blake2b
 from pathlib import Path
 
-from bateleur.runner.checkpoint.names import Names
 from bateleur.runner.checkpoint.open import Checkpoint
 from bateleur.runner.config.engine_config import LoRAConfig
 from bateleur.runner.distributed.agreement import run_on_all_ranks
 from bateleur.runner.distributed.ranks import ALONE, Ranks
 from bateleur.runner.errors import AdaptersBusy
-from bateleur.runner.lora.adapter_file import CONFIG, WEIGHTS, LowRank, Prefixes, read_adapter
+from bateleur.runner.lora.adapter_file import CONFIG, WEIGHTS, LowRank, read_adapter
 from bateleur.runner.lora.adapter_pool import AdapterPool
 from bateleur.runner.models import HybridDecoder
 from bateleur.runner.utils.arguments import folder, shown, text
@@ -24,17 +24,14 @@ _DIGEST_BYTES = 16
 
 @dataclass(frozen=True, slots=True)
 class LoRARequest:
-    """The LoRA adapter of a request, as in vLLM.
-
-    Attributes:
-        lora_name: name of the adapter; one name means one adapter until it is unloaded.
-        lora_int_id: accepted as in vLLM, but not used: adapters are identified by name.
-        lora_path: folder that PEFT wrote. It is read when the first request uses the adapter.
-    """
+    """The LoRA adapter of a request, as in vLLM."""
 
     lora_name: str
+    """One name means one adapter until it is unloaded."""
     lora_int_id: int = 1
+    """Accepted as in vLLM, but not used: adapters are identified by name."""
     lora_path: str = ""
+    """Folder that PEFT wrote. It is read when the first request uses the adapter."""
 
     def __post_init__(self) -> None:
         """Check the types. Raises ValueError."""
@@ -64,17 +61,9 @@ class AdapterManager:
     A request gets the slot of its adapter from `assign`, and holds it until it ends.
     """
 
-    def __init__(
-        self,
-        pool: AdapterPool,
-        names: Names,
-        shapes: Mapping[str, tuple[int, ...]],
-        other_prefixes: Prefixes,
-        ranks: Ranks = ALONE,
-    ) -> None:
-        """names, shapes, other_prefixes: see `read_adapter`. ranks: ranks that load every adapter together."""
-        self.pool, self._ranks = pool, ranks
-        self._names, self._shapes, self._prefixes = names, shapes, other_prefixes
+    def __init__(self, pool: AdapterPool, read: Callable[[Path], Mapping[str, LowRank]], ranks: Ranks = ALONE) -> None:
+        """read: reads the adapter in a folder, see `read_adapter`. ranks: ranks that load every adapter together."""
+        self.pool, self._read_files, self._ranks = pool, read, ranks
         self._loaded: dict[str, _Loaded] = {}
         self._num_uses = 0
 
@@ -85,11 +74,11 @@ class AdapterManager:
         """Return a manager for this rank's part of a model; None without `enable_lora`."""
         if not config.enable_lora:
             return None
-        names = checkpoint.names
-        pool = AdapterPool(model, names, config.max_loras, config.max_lora_rank, max_num_tokens)
+        names, most = checkpoint.names, config.max_lora_rank
         whole = HybridDecoder(checkpoint.spec, dtype=model.dtype, device="meta").weights()
         shapes = {name: tuple(weight.shape) for name, weight in whole.items()}
-        return cls(pool, names, shapes, checkpoint.other_prefixes, model.ranks)
+        read = partial(read_adapter, names=names, shapes=shapes, prefixes=checkpoint.other_prefixes, max_rank=most)
+        return cls(AdapterPool(model, names, config.max_loras, most, max_num_tokens), read, model.ranks)
 
     @property
     def loaded(self) -> dict[str, Path]:
@@ -119,7 +108,7 @@ class AdapterManager:
             raise ValueError(f"{named}: is not loaded; give its folder as lora_path")
         if known is None:
             try:
-                matrices = read_adapter(source, self._names, self._shapes, self._prefixes, self.pool.max_rank)
+                matrices = self._read_files(source)
                 files = [(source / name).read_bytes() for name in (CONFIG, WEIGHTS)]
             except OSError as error:
                 raise ValueError(f"lora_path={source}: {error}") from error

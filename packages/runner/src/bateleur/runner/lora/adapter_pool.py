@@ -43,15 +43,10 @@ class AdapterPool:
         return sum(each.a_ARK.nbytes + each.b_ANR.nbytes for each in self.weights.values())
 
     def stage(self, num_tokens: int, slots: NDArray[np.int32] | None) -> Tensor:
-        """Write the adapter slot of each token of a step. Return the first `num_tokens` entries, which include padding.
-
-        slots: slots of the tokens without padding; None for no adapter. Padding gets slot 0.
-        """
-        staged = pinned((num_tokens,), torch.int32, self.token_slots.device)
-        num_known = 0 if slots is None else len(slots)
+        """Write the slots of a step's tokens (None: no adapter), 0 for padding. Return the first `num_tokens`."""
+        staged = pinned((num_tokens,), torch.int32, self.token_slots.device).zero_()
         if slots is not None:
-            staged.numpy()[:num_known] = slots
-        staged[num_known:] = 0
+            staged.numpy()[: len(slots)] = slots
         return self.token_slots[:num_tokens].copy_(staged, non_blocking=True)
 
     def poison(self) -> None:

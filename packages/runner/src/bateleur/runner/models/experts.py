@@ -1,7 +1,7 @@
 """Mixture of experts: each token takes a few of many feed-forward networks.
 
-Shapes: T tokens of all requests, M hidden size, L width of the experts (M or a latent size), E experts, K experts of a
-token, S pairs of token and expert (T * K), F intermediate size. A tokens of all ranks that share experts.
+Shapes: T tokens, A tokens of all ranks that share experts, M hidden size, L width of the experts, E experts, K experts
+of a token, S pairs of token and expert (T * K), F intermediate size.
 """
 
 import torch

@@ -174,10 +174,7 @@ class GroupedProjection:
         return self._weight is None
 
     def pack(self, *, recorded: bool = False) -> None:
-        """Pack the matrix of each group if that makes products faster, see `Projection.pack`.
-
-        recorded: whether CUDA graphs will be captured. They read `group_ends` on the device, so nothing is packed.
-        """
+        """Pack the matrices if that is faster; not if `recorded`: CUDA graphs read group ends on the device."""
         if self._packed or recorded:
             return
         if self.quantized is not None:

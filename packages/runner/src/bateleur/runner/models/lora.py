@@ -34,10 +34,9 @@ def is_adaptable(weight: str) -> bool:
 
 @operator("lora", lambda *_: None, mutates=("y",))
 def add_lora(y: Tensor, x: Tensor, a: Tensor, b: Tensor, slots: Tensor) -> None:
-    """`y[t] += b[slots[t]] @ (a[slots[t]] @ x[t])`, in place.
+    """Add `b[slots[t]] @ (a[slots[t]] @ x[t])` to y[t] in place. The bits of a token do not depend on other tokens.
 
     y (T, N); x (T, K); a (A, R, K); b (A, N, R); slots (T,) int32, the adapter slot of each token.
-    The bits of a token do not depend on other tokens.
     """
     step = max(1, _GATHERED_ENTRIES // (a.shape[1] * (a.shape[2] + b.shape[1])))
     for first in range(0, len(x), step):

@@ -31,10 +31,7 @@ class Recurrent(ResidualBranch):
         return found if mixer.conv_bias is None else found | {"conv_bias": mixer.conv_bias}
 
     def mix(self, step: LayerStep, channels_TC: Tensor, *gates: Tensor) -> Tensor:
-        """Run convolution and recurrence, which read and write the requests' states: (T, *output_shape).
-
-        In a piecewise CUDA graph, decodes are part of a captured piece, and prompts run eagerly between pieces.
-        """
+        """Run convolution and recurrence: (T, *output_shape). Piecewise CUDA graphs capture decodes, not prompts."""
         execution, context = step.execution, step.execution.state
         assert context.mamba is not None
         pieces = context.mamba.piecewise_decodes
@@ -57,11 +54,7 @@ class Recurrent(ResidualBranch):
 
 
 class Mamba(Recurrent):
-    """Mamba-2 between an input and an output projection.
-
-    The input projection computes z | x B C | dt. The mixer (convolution and recurrence) reads x B C and dt, and z gates
-    the norm of its output.
-    """
+    """Mamba-2 between two projections. The first one computes z | x B C | dt, and z gates the norm of the output."""
 
     def __init__(self, spec: MambaLayer, like: Tensor, index: int, params: tuple[Tensor, ...]) -> None:
         """like: tensor with hidden size, dtype, device. index: index in the state pool. params: A, D, dt_bias."""

@@ -67,10 +67,9 @@ def shard_model(spec: ModelSpec, ranks: Ranks) -> tuple[ModelSpec, WeightShard]:
 
 
 def shard_experts(spec: ModelSpec, ranks: Ranks) -> tuple[ModelSpec, WeightShard]:
-    """Return `spec` with this rank's experts, and its share of the weights. Other weights are whole on every rank.
+    """Return `spec` with this rank's experts, as evenly as possible, and its share of the weights.
 
-    Experts are whole and divided as evenly as possible. Raises ValueError for a model without experts, or with fewer
-    experts than ranks.
+    Raises ValueError for a model without experts, or with fewer experts than ranks.
     """
     size, cuts = ranks.size, Cuts()
 

@@ -57,10 +57,7 @@ class AttentionLayer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatentLayer(AttentionLayer):
-    """Attention without rotary embedding, with keys and values projected from a latent (MLA).
-
-    In the KV cache, keys and values of every head have `head_dim` elements: the larger of their sizes.
-    """
+    """Attention with keys and values projected from a latent (MLA). `head_dim` is the larger of their sizes."""
 
     rank: int
     """Lanes of the latent."""

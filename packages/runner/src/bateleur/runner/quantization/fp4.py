@@ -30,10 +30,7 @@ def nvfp4_scheme(divides: bool) -> Scheme:
 
 
 def nvfp4_matrix(module: Module, weight: str, factor: str, *, divides: bool) -> QuantizedMatrix:
-    """Return the quantised matrix. weight, factor: names of the tensors with codes, and with the tensor's factor.
-
-    A factor that divides may be infinite, if all weights of its tensor are 0.
-    """
+    """Return the quantised matrix. factor: its dividing factors may be infinite, if all weights of a tensor are 0."""
     *lead, rows, columns = nvfp4_shape(module, weight)
     module.float_dtype(factor)
     factors, count = module[factor].mapped().float(), math.prod(lead)

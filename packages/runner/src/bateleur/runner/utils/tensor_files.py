@@ -40,11 +40,7 @@ class TensorEntry:
     """Whether the numbers are computed from codes and scales, and rounded to the dtype of the model at first."""
 
     def mapped(self) -> Tensor:
-        """Return the tensor (of a dtype in `DTYPES`, an integer, or float8 as bits), read from its file on use.
-
-        Memory-mapping by torch would reserve memory for the whole file. Raises ValueError for another dtype, or if the
-        file became shorter.
-        """
+        """Return the tensor, read on use: torch would reserve memory for the whole file. float8 is returned as bits."""
         if self.dtype not in _MAPPED:
             raise ValueError(f"{self.file}: {self.name} is {self.dtype}; supported are {', '.join(_MAPPED)}")
         if self.file.stat().st_size < self.start + self.num_bytes:

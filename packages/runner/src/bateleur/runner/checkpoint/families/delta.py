@@ -65,8 +65,7 @@ def _delta_names(
 ) -> Names:
     """Return the weight names of a delta layer.
 
-    sources: parts of the projection that each matrix holds: q, k, v, z (gate), b (beta) and a (decay). packed: whether
-    a matrix holds all rows of one key head, then those of the next.
+    sources: parts of the projection in each matrix: q, k, v, z (gate), b (beta), a (decay). packed: by key head.
     """
     (key_heads, value_heads), channels, rank = layer.state.heads, _channels(layer), layer.rank
     sizes = dict(zip("qkvzba", (*channels, rank or channels[2], value_heads, rank or value_heads), strict=True))

@@ -51,7 +51,7 @@ def gate_kernel(
     x_ptr, gate_ptr, out_ptr, x_token, gate_token,
     SIZE: tl.constexpr, SILU: tl.constexpr, BLOCK_F: tl.constexpr,
 ):  # fmt: skip
-    """Compute `x * silu(gate)` of a token, or `x * sigmoid(gate)` unless SILU, in float32, rounded once.
+    """Compute `x * silu(gate)`, or `x * sigmoid(gate)` unless SILU, of a token, in float32.
 
     Grid (tokens, tiles of elements). Occupancy on sm_90: at least 16 blocks per SM.
     """
