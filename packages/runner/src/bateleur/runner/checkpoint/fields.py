@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -77,42 +78,28 @@ class ConfigFields:
         bias: whether all projections have biases; None: `attention_bias`. given: arguments that differ from Llama's.
         """
         bias = self["attention_bias"] if bias is None else bias
-        given.setdefault("scale", self.head_dim() ** -0.5)
-        if "rope" not in given:
-            given["rope"] = self.rope()
+        rope = given["rope"] if "rope" in given else self.rope()
         self.divides("num_key_value_heads", "num_attention_heads")
         return AttentionLayer(
             num_heads=self["num_attention_heads"],
             num_kv_heads=self["num_key_value_heads"],
             head_dim=self.head_dim(),
-            **{"qkv_bias": bias, "o_bias": bias, **given},
+            **{"scale": self.head_dim() ** -0.5, "qkv_bias": bias, "o_bias": bias, **given, "rope": rope},
         )
 
     def mamba(
-        self,
-        names: str = MAMBA_FIELDS,
-        limits: tuple[float, float] | None = None,
-        ssm_dtype: torch.dtype = torch.float32,
+        self, names: str = MAMBA_FIELDS, limits: tuple[float, float] | None = None, dtype: torch.dtype = torch.float32
     ) -> MambaLayer:
         """Build a Mamba-2 layer. names: its config fields, in the order of `MAMBA_FIELDS`.
 
-        limits: bounds of dt after softplus; None: `time_step_limit`. ssm_dtype: dtype of the recurrent states.
+        limits: bounds of dt after softplus; None: `time_step_limit`. dtype: dtype of the recurrent states.
         """
         activation, heads, head_dim, state_size, groups, width, *others = names.split()
         self.choice(activation, ("silu",))
         self.divides(groups, heads)
         low, high = limits or maybe(limits_of_dt)("time_step_limit", self.raw("time_step_limit")) or (0.0, math.inf)
-        state = Mamba2(
-            self[heads],
-            self[head_dim],
-            self[state_size],
-            self[groups],
-            conv_width=self[width],
-            dt_min=low,
-            dt_max=high,
-            ssm_dtype=ssm_dtype,
-        )
-        return MambaLayer(state, *(self[name] for name in others))
+        state = Mamba2(self[heads], self[head_dim], self[state_size], self[groups], conv_width=self[width])
+        return MambaLayer(replace(state, dt_min=low, dt_max=high, ssm_dtype=dtype), *(self[name] for name in others))
 
     def model(
         self,

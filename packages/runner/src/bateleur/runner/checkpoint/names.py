@@ -36,12 +36,9 @@ class StorageForm(Enum):
 
     def read(self, tensor: Tensor) -> Tensor:
         """Return the weight for a stored tensor. Computed weights are float32, to be rounded once."""
-        match self:
-            case StorageForm.A_LOG:
-                return -torch.exp(tensor.float())
-            case StorageForm.LESS_ONE:
-                return 1.0 + tensor.float()
-        return tensor
+        if self is StorageForm.A_LOG:
+            return -torch.exp(tensor.float())
+        return 1.0 + tensor.float() if self is StorageForm.LESS_ONE else tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +128,11 @@ def projection(target: str, sources: Mapping[str, int | None], bias: bool = Fals
     """Return the names of tensors that are stacked to one projection, and of their biases."""
     biases = stacked(f"{target}_bias", sources, "bias") if bias else {}
     return stacked(f"{target}_proj", sources) | biases
+
+
+def whole(**sources: str) -> Callable[[Any], Names]:
+    """Return a function of weight names, for projections without biases that are one tensor each."""
+    return lambda _: {f"{source}.weight": WeightPart(f"{target}_proj") for target, source in sources.items()}
 
 
 def mlp_names(layer: MlpLayer) -> Names:

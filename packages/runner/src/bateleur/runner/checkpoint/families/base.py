@@ -12,13 +12,12 @@ from bateleur.runner.utils.arguments import Integer
 L = TypeVar("L", bound=Layer)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class MtpNames:
     """Layers of an MTP head (tensors named as the target's), and names of its other tensors, without `mtp.`."""
 
     layers: Callable[[ConfigFields, ModelSpec], tuple[tuple[Layer, ...], int]]
-    """Returns the branches of the head of a target, and the number of branches per layer. Raises ValueError if there is
-    no supported head."""
+    """Returns the branches of a target's head, and their number per layer. Raises ValueError without supported head."""
     token_norm: str
     hidden_norm: str
     fc: str

@@ -40,7 +40,6 @@ from bateleur.runner.models.spec import (
 )
 from bateleur.runner.utils.arguments import refuse
 
-_KINDS = ("linear_attention", "full_attention")
 _CHUNK = 64
 """Tokens of a chunk in a scan; configurations have no such field."""
 
@@ -221,12 +220,6 @@ def _kimi_linear(fields: ConfigFields) -> ModelSpec:
         state = KimiDelta(fields["linear_num_heads"], size, size, conv_width=fields["linear_conv_kernel_dim"])
         return DeltaLayer(state, _CHUNK, fields["rms_norm_eps"], gate_activation="sigmoid", rank=size)
 
-    def latent() -> Layer:
-        return _latent(fields)
-
-    def dense() -> Layer:
-        return MlpLayer(fields["intermediate_size"])
-
     def sparse() -> Layer:
         shared = MlpLayer(at_least_1(fields, "moe_intermediate_size") * fields["num_shared_experts"])
         router = sigmoid_router(fields, "num_experts")
@@ -234,8 +227,10 @@ def _kimi_linear(fields: ConfigFields) -> ModelSpec:
 
     fields.choice("hidden_act", ("silu",))
     return fields.model(
-        read_layers(fields, "layer_types", {"linear_attention": delta, "full_attention": latent}),
-        read_layers(fields, "mlp_layer_types", {"dense": dense, "sparse": sparse}),
+        read_layers(fields, "layer_types", {"linear_attention": delta, "full_attention": partial(_latent, fields)}),
+        read_layers(
+            fields, "mlp_layer_types", {"dense": lambda: MlpLayer(fields["intermediate_size"]), "sparse": sparse}
+        ),
     )
 
 
@@ -298,16 +293,10 @@ def _kimi_names(spec: ModelSpec) -> Names:
     }
 
 
+_of_kinds = partial(Family, kinds=("linear_attention", "full_attention"))
 _qwen = partial(
-    Family,
-    kinds=_KINDS,
-    mtp=MtpNames(
-        layers=_mtp_layers,
-        token_norm="pre_fc_norm_embedding",
-        hidden_norm="pre_fc_norm_hidden",
-        fc="fc",
-        final_norm="norm",
-    ),
+    _of_kinds,
+    mtp=MtpNames(_mtp_layers, "pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm"),
     needs=("layer_types", "full_attention_interval"),
 )
 _QWEN3_5 = {"in_proj_qkv": "qkv", "in_proj_z": "z", "in_proj_b": "b", "in_proj_a": "a"}
@@ -315,18 +304,10 @@ _QWEN3_NEXT = {"in_proj_qkvz": "qkvz", "in_proj_ba": "ba"}
 _qwen_in_larger = partial(
     _qwen, names=partial(_qwen_names, sources=_QWEN3_5), other_prefixes=(("model.language_model.", "model."),)
 )
+_KIMI_NEEDS = ("layer_types", "linear_attn_config")
 FAMILIES = (
-    Family(
-        "kimi_linear",
-        "KimiLinearForCausalLM",
-        _kimi_linear,
-        _kimi_names,
-        kinds=_KINDS,
-        needs=("layer_types", "linear_attn_config"),
-    ),
-    Family(
-        "olmo_hybrid", "OlmoHybridForCausalLM", _olmo_hybrid, _olmo_hybrid_names, kinds=_KINDS, needs=("layer_types",)
-    ),
+    _of_kinds("kimi_linear", "KimiLinearForCausalLM", _kimi_linear, _kimi_names, needs=_KIMI_NEEDS),
+    _of_kinds("olmo_hybrid", "OlmoHybridForCausalLM", _olmo_hybrid, _olmo_hybrid_names, needs=("layer_types",)),
     _qwen_in_larger("qwen3_5", "Qwen3_5ForConditionalGeneration", _qwen3_5, inside="text_config"),
     _qwen_in_larger("qwen3_5_moe", "Qwen3_5MoeForConditionalGeneration", _qwen3_5_moe, inside="text_config"),
     _qwen_in_larger("qwen3_5_moe_text", "Qwen3_5MoeForCausalLM", _qwen3_5_moe),

@@ -16,7 +16,7 @@ from bateleur.runner.checkpoint.families.base import (
     sparse_layers,
 )
 from bateleur.runner.checkpoint.fields import ConfigFields
-from bateleur.runner.checkpoint.names import ExpertNames, Names, WeightPart, norms_less_one, projection, weight_names
+from bateleur.runner.checkpoint.names import ExpertNames, Names, WeightPart, norms_less_one, weight_names, whole
 from bateleur.runner.models.spec import AttentionLayer, ExpertsLayer, MlpLayer, ModelSpec, ParallelLayer, RouterSpec
 from bateleur.runner.utils.arguments import refuse
 
@@ -48,14 +48,6 @@ def _phi3(fields: ConfigFields) -> ModelSpec:
     """Phi-3 and Phi-4: Llama in fused matrices, with partly rotary embedding and one sliding window or none."""
     window = fields.optional("sliding_window")
     return _equal_layers(fields, fields.attention(rope=fields.rope(partial=True), bias=False, sliding_window=window))
-
-
-def _phi3_attention(_: AttentionLayer) -> Names:
-    return projection("qkv", {"qkv_proj": None}) | projection("o", {"o_proj": None})
-
-
-def _phi3_mlp(_: MlpLayer) -> Names:
-    return projection("up", {"gate_up_proj": None}) | projection("down", {"down_proj": None})
 
 
 def _qwen2(fields: ConfigFields) -> ModelSpec:
@@ -187,8 +179,8 @@ FAMILIES = (
         _phi3,
         partial(
             weight_names,
-            mlp=("mlp", "post_attention_layernorm", _phi3_mlp),
-            mixers={AttentionLayer: ("self_attn", "input_layernorm", _phi3_attention)},
+            mlp=("mlp", "post_attention_layernorm", whole(up="gate_up_proj", down="down_proj")),
+            mixers={AttentionLayer: ("self_attn", "input_layernorm", whole(qkv="qkv_proj", o="o_proj"))},
         ),
     ),
     Family("qwen2", "Qwen2ForCausalLM", _qwen2, weight_names, kinds=WINDOW_KINDS),

@@ -26,6 +26,7 @@ from bateleur.runner.checkpoint.names import (
     WeightPart,
     projection,
     weight_names,
+    whole,
 )
 from bateleur.runner.models.spec import (
     Activation,
@@ -101,11 +102,7 @@ def _fold(fields: ConfigFields, names: Names) -> Names:
 # --- GraniteMoeHybrid: Mamba-2 or attention, then a gated MLP, optionally with experts, and four multipliers -------
 
 
-def _fused_mlp_names(layer: MlpLayer) -> Names:
-    up = projection("up", {"input_linear": None}, layer.bias)
-    return up | projection("down", {"output_linear": None}, layer.bias)
-
-
+_fused_mlp_names = whole(up="input_linear", down="output_linear")
 _GRANITE_EXPERTS = ExpertNames(
     branch="block_sparse_moe",
     router="router.layer.weight",
@@ -167,8 +164,7 @@ def _nemotron_h(fields: ConfigFields, listed: str = "layers_block_type") -> Mode
     def mamba() -> Layer:
         dtype = fields.choice("mamba_ssm_cache_dtype", ("float32", "float16", "bfloat16"))
         # transformers clamps dt to (time_step_min, inf) and leaves `time_step_limit` unread; logits agree with it.
-        limits = fields["time_step_min"], math.inf
-        return fields.mamba(_MAMBA_FIELDS, limits, DTYPES[dtype])
+        return fields.mamba(_MAMBA_FIELDS, (fields["time_step_min"], math.inf), DTYPES[dtype])
 
     def mlp(size: str = "intermediate_size") -> MlpLayer:
         activation = cast(Activation, fields.choice("mlp_hidden_act", ("relu2", "silu")))
@@ -340,11 +336,7 @@ FAMILIES = (
         _backbone_names,
         other_prefixes=(("model.", "backbone."),),
         mtp=MtpNames(
-            layers=_mtp_layers,
-            token_norm="layers.0.enorm",
-            hidden_norm="layers.0.hnorm",
-            fc="layers.0.eh_proj",
-            final_norm="layers.{last}.final_layernorm",
+            _mtp_layers, "layers.0.enorm", "layers.0.hnorm", "layers.0.eh_proj", "layers.{last}.final_layernorm"
         ),
         plain=INERT.union(_READ.split(), _UNREAD.split(), _MAMBA_FIELDS.split()),
         needs=("layers_block_type", "hybrid_override_pattern"),

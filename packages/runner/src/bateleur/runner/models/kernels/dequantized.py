@@ -91,15 +91,8 @@ def dense_kernel(
 
 def tile_options() -> dict[str, Any]:
     """Return tile sizes and launch options of `dense_kernel`."""
-    return {
-        "BLOCK_N": 128,
-        "BLOCK_K": BLOCK,
-        "BLOCK_T": 128,
-        "BAND": 8,
-        "num_warps": 8,
-        "num_stages": 4,
-        "enable_fp_fusion": True,
-    }
+    sizes = {"BLOCK_N": 128, "BLOCK_K": BLOCK, "BLOCK_T": 128, "BAND": 8}
+    return sizes | {"num_warps": 8, "num_stages": 4, "enable_fp_fusion": True}
 
 
 def dequantize(matrix: QuantizedMatrix, constants: Mapping[str, Any], into: Tensor) -> None:

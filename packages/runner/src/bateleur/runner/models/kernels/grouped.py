@@ -63,16 +63,9 @@ def grouped_kernel(
 def tile_options(num_rows: int, num_groups: int, dtype: torch.dtype) -> dict[str, Any]:
     """Return tile sizes and launch options of `grouped_kernel`: two sets per layer, for few and many rows per group."""
     full, many = dtype == torch.float32, num_rows >= _FEW_ROWS * num_groups
-    return {
-        "BLOCK_S": 64 if many else 16,
-        "BLOCK_N": 64,
-        "BLOCK_K": 32 if full else 64,
-        "BLOCK_E": triton.next_power_of_2(num_groups),
-        "PRECISION": "ieee",
-        "num_warps": 4,
-        "enable_fp_fusion": True,
-        "num_stages": 2 if full else 3,
-    }
+    sizes = {"BLOCK_S": 64 if many else 16, "BLOCK_N": 64, "BLOCK_K": 32 if full else 64}
+    options = {"PRECISION": "ieee", "num_warps": 4, "num_stages": 2 if full else 3, "enable_fp_fusion": True}
+    return {**sizes, "BLOCK_E": triton.next_power_of_2(num_groups), **options}
 
 
 def grouped_products(x, weight, group_ends):
