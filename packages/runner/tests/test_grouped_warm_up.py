@@ -9,7 +9,6 @@ import torch
 
 from bateleur.runner import LLM
 from bateleur.runner.models import grouped
-from bateleur.runner.models.experts import Experts
 
 
 def test_every_tile_of_a_layer_is_launched_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -29,8 +28,9 @@ def test_every_tile_of_a_layer_is_launched_once(monkeypatch: pytest.MonkeyPatch)
 
 def test_an_engine_warms_up_for_its_longest_step(tiny_checkpoint: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
-    monkeypatch.setattr(Experts, "warm_up", lambda self, num_tokens: seen.append(num_tokens))
+    monkeypatch.setattr(grouped.GroupedProjection, "warm_up", lambda self, most: seen.append(most))
     options: dict[str, Any] = {"max_model_len": 32, "max_num_seqs": 2, "max_num_batched_tokens": 19}
     folder, model = tiny_checkpoint("nemotron_h-experts")
     LLM(folder, device="cpu", skip_tokenizer_init=True, **options)
-    assert seen == [19] * model.config.layers_block_type.count("moe")
+    rows = 19 * model.config.num_experts_per_tok
+    assert seen == [rows] * 2 * model.config.layers_block_type.count("moe"), "two projections of each layer"

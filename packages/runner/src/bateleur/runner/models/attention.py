@@ -23,8 +23,7 @@ class CachedAttention(ResidualBranch):
 
     def __init__(self, spec: AttentionLayer, index: int, like: Tensor) -> None:
         """index: index of the layer's KV cache in `StepContext.kv`. like: tensor with the layer's dtype and device."""
-        self.spec = spec
-        self._index = index
+        self.spec, self._index = spec, index
         self._kv_scales = kv_scales_of(spec, like.device)
 
     def attend(
@@ -55,9 +54,7 @@ class Attention(CachedAttention):
     """Grouped-query attention. One projection computes gates, queries, keys and values."""
 
     def __init__(self, spec: AttentionLayer, like: Tensor, index: int, rope: int) -> None:
-        """index: index of the layer's KV cache. rope: index of the layer's rotary embedding in `LayerStep.rotary`.
-        like: tensor with the hidden size, dtype and device.
-        """
+        """index: index of the layer's KV cache. rope: index of its embedding in `LayerStep.rotary`. like: (any, M)."""
         super().__init__(spec, index, like)
         self._rope = rope
         self._heads = [spec.gated * spec.num_heads, spec.num_heads + spec.num_kv_heads, spec.num_kv_heads]
@@ -74,8 +71,8 @@ class Attention(CachedAttention):
 
     def weights(self) -> dict[str, Tensor]:
         """Return the tensors to load, by weight name. The first rows of `qkv_proj` compute the gates."""
-        found = super().weights() | ({} if self.sinks is None else {"sinks": self.sinks})
-        return found if self.norm is None else found | {"q_norm": self.norm.q, "k_norm": self.norm.k}
+        norms = {} if self.norm is None else {"q_norm": self.norm.q, "k_norm": self.norm.k}
+        return super().weights() | norms
 
     def forward(self, x_TM: Tensor, step: LayerStep) -> Tensor:
         """Write keys and values of this step, attend, and project to the hidden size: (T, M)."""
@@ -93,8 +90,7 @@ class Attention(CachedAttention):
             if not step.fuses_rotary:
                 qk_THD, rotary = rotate(qk_THD, *rotary), ()
         q, k = qk_THD[:, : spec.num_heads], qk_THD[:, spec.num_heads :]
-        out_THD = step.attend(self.attend, self._index, q, k, v, *rotary)
-        out = out_THD.flatten(1)
+        out = step.attend(self.attend, self._index, q, k, v, *rotary).flatten(1)
         return self.o_proj(gate(out, gate_THD.flatten(1), "sigmoid") if spec.gated else out, step.adapters)
 
 

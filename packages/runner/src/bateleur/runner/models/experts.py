@@ -29,7 +29,7 @@ class Experts(ResidualBranch):
         width, rows = spec.latent_size or hidden, 2 * inner if spec.gated else inner
         exact = like.new_empty(0, hidden, dtype=torch.float32)
         self.router_proj = empty_projection(count, hidden, exact, bias=spec.router.bias)
-        self._correction_E = exact.new_empty(count) if spec.router.corrected else None
+        self.correction = exact.new_empty(count) if spec.router.corrected else None
         self.up_proj = empty_grouped(spec.num_own, rows, width, like)
         self.down_proj = empty_grouped(spec.num_own, width, inner, like)
         if spec.bias:
@@ -48,26 +48,16 @@ class Experts(ResidualBranch):
         shared = {} if self._shared is None else self._shared.projections
         return super().projections | {f"shared_{name}": each for name, each in shared.items()}
 
-    def weights(self) -> dict[str, Tensor]:
-        """Return the tensors to load, by weight name."""
-        found = super().weights()
-        return found if self._correction_E is None else found | {"correction": self._correction_E}
-
     def forward(self, x_TM: Tensor, step: LayerStep) -> Tensor:
         """Return the weighted sum of each token's experts, plus the shared expert: (T, M)."""
         spec = self.spec
-        weights_TK, experts_TK = route(self.router_proj(x_TM.float()), spec.router, spec.top_k, self._correction_E)
+        weights_TK, experts_TK = route(self.router_proj(x_TM.float()), spec.router, spec.top_k, self.correction)
         shared_TM = None if self._shared is None else self._shared.forward(x_TM, step)
         gate_T1 = self.shared_gate_proj(x_TM) if spec.shared_gate else None
         if spec.latent_size is None:
             return self._routed(x_TM, weights_TK, experts_TK, shared_TM, gate_T1)
         y_TM = self.latent_out_proj(self._routed(self.latent_in_proj(x_TM), weights_TK, experts_TK, None, None))
         return add_shared(y_TM, shared_TM, gate_T1)
-
-    def warm_up(self, num_tokens: int) -> None:
-        """Load the kernels for steps of up to `num_tokens` tokens, so that the first long prompt need not wait."""
-        for projection in (self.up_proj, self.down_proj):
-            projection.warm_up(num_tokens * self.spec.top_k)
 
     def _routed(
         self, x_TL: Tensor, weights_TK: Tensor, experts_TK: Tensor, shared_TL: Tensor | None, gate_T1: Tensor | None

@@ -28,14 +28,13 @@ class ResidualBranch:
         return {name: value for name, value in vars(self).items() if isinstance(value, kinds)}
 
     def weights(self) -> dict[str, Tensor]:
-        """Return the tensors to load, by weight name."""
-        found = {
-            name: weight
-            for proj, projection in self.projections.items()
-            for name, weight in projection.tensors(proj).items()
-        }
-        biases = {name.replace("proj", "bias"): each.bias for name, each in self.projections.items()}
-        return found | {name: bias for name, bias in biases.items() if bias is not None}
+        """Return the tensors to load, by weight name: public attributes, and those of projections."""
+        found = {name: value for name, value in vars(self).items() if isinstance(value, Tensor) and name[0] != "_"}
+        for name, projection in self.projections.items():
+            found |= projection.tensors(name)
+            if projection.bias is not None:
+                found[name.replace("proj", "bias")] = projection.bias
+        return found
 
 
 class Mlp(ResidualBranch):

@@ -66,10 +66,6 @@ class Mamba(Recurrent):
         self.norm = None if spec.norm == "gate only" else like.new_empty(state.inner_size)
         self.out_proj = empty_projection(hidden, state.inner_size, like, bias=spec.proj_bias)
 
-    def weights(self) -> dict[str, Tensor]:
-        """Return the tensors to load, by weight name."""
-        return super().weights() | ({} if self.norm is None else {"norm": self.norm})
-
     def forward(self, x_TM: Tensor, step: LayerStep) -> Tensor:
         """Return the branch's output (T, M), and advance the states of all requests. Decodes come before prompts."""
         spec, first = self.spec, self.spec.norm == "norm first"
@@ -105,10 +101,6 @@ class Delta(Recurrent):
             self.decay_proj = empty_projection(decays, rank, like)
         self.norm = like.new_empty(state.output_shape[-1])
         self.out_proj = empty_projection(hidden, inner, like)
-
-    def weights(self) -> dict[str, Tensor]:
-        """Return the tensors to load, by weight name."""
-        return super().weights() | {"norm": self.norm}
 
     def forward(self, x_TM: Tensor, step: LayerStep) -> Tensor:
         """Return the branch's output (T, M), and advance the states of all requests. Decodes come before prompts."""

@@ -72,11 +72,9 @@ class ResidualLayer:
     def warm_up(self, num_tokens: int) -> None:
         """Load the kernels of projections and experts for steps of up to `num_tokens` tokens."""
         for _, mixer, _ in self.parts:
+            pairs = num_tokens * mixer.spec.top_k if isinstance(mixer, Experts) else 0
             for projection in mixer.projections.values():
-                if isinstance(projection, Projection):
-                    projection.warm_up(num_tokens)
-            if isinstance(mixer, Experts):
-                mixer.warm_up(num_tokens)
+                projection.warm_up(pairs if isinstance(projection, GroupedProjection) else num_tokens)
 
     def add_to(self, stream: ResidualStream, step: LayerStep) -> None:
         """Run the layer's residual branches and add their outputs to the residual stream."""

@@ -13,11 +13,8 @@ _SIDES = (
 )
 _REFUSED = {
     "pre_quant_scale": "activations would have to be scaled by it",
-    "absmax": "bitsandbytes is not supported",
-    "quant_map": "bitsandbytes is not supported",
-    "SCB": "bitsandbytes is not supported",
-    "weight_bitmask": "sparse weights are not supported",
-    "compressed": "sparse weights are not supported",
+    **dict.fromkeys(("absmax", "quant_map", "SCB"), "bitsandbytes is not supported"),
+    **dict.fromkeys(("weight_bitmask", "compressed"), "sparse weights are not supported"),
 }
 _PLAIN = ("F64", "F32", "F16", "BF16")
 _JOINED = re.compile(r"(?P<base>.+?)_(?P<part>(?:weight_)?(?:scale(?:_inv|_2)?|global_scale)|input_scale)")
@@ -33,8 +30,7 @@ def find_modules(
 
     spellings: pairs of equivalent prefixes (in other files, ours); a module gets names with both.
     """
-    grouped: dict[str, dict[str, TensorEntry]] = {}
-    tensor_names: dict[str, set[str]] = {}
+    grouped: dict[str, dict[str, str]] = {}
     for name, entry in tensors.items():
         stem, _, last = name.rpartition(".")
         if last in _REFUSED:
@@ -43,22 +39,21 @@ def find_modules(
         if part is None and (joined := _JOINED.fullmatch(name)) and joined["base"] in tensors:
             stem, part = joined["base"], joined["part"]
             part = part if part.startswith(("weight_", "input_")) else f"weight_{part}"
-            grouped.setdefault(stem, {})["weight"] = tensors[stem]
-            tensor_names.setdefault(stem, set()).add(stem)
+            grouped.setdefault(stem, {})["weight"] = stem
         if part is None and (joined := _MXFP4.fullmatch(name)) and f"{joined['base']}_blocks" in tensors:
             stem, part = joined["base"], joined["part"]
         if part is not None:
-            grouped.setdefault(stem, {})[part] = entry
-            tensor_names.setdefault(stem, set()).add(name)
+            grouped.setdefault(stem, {})[part] = name
     modules, used = {}, set[str]()
-    for stem, parts in grouped.items():
+    for stem, names in grouped.items():
+        parts = {part: tensors[name] for part, name in names.items()}
         codes = [parts[name] for name in _CODES if name in parts]
         if not codes or not (any(name in parts for name in _SIDES) or codes[0].dtype not in _PLAIN):
             continue
-        bare = "weight" in parts and stem in tensor_names[stem]
-        end = "_blocks" if "blocks" in parts else "" if bare or len(codes[0].shape) == 3 else ".weight"
+        bare = names.get("weight") == stem or len(codes[0].shape) == 3
+        end = "_blocks" if "blocks" in parts else "" if bare else ".weight"
         modules[stem + end] = Module(_names(stem, codes[0].name, spellings), parts)
-        used |= tensor_names[stem]
+        used |= {*names.values()}
     return modules, used
 
 
