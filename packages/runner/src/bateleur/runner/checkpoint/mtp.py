@@ -4,7 +4,7 @@ A head joins the embedding of a token and the target's final hidden state, and r
 them. They have the target's tensor names with `mtp.` instead of the model's prefix.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from bateleur.runner.checkpoint.families import FAMILIES
 from bateleur.runner.checkpoint.families.base import MtpNames
@@ -14,25 +14,15 @@ from bateleur.runner.checkpoint.open import Checkpoint, read_config
 from bateleur.runner.models.spec import ModelSpec
 from bateleur.runner.utils.arguments import refuse
 from bateleur.runner.utils.json_file import errors_in
-from bateleur.runner.utils.tensor_files import TensorEntry
 
 _PREFIX = "mtp."
 
 
-@dataclass(frozen=True, slots=True)
-class MtpModule:
-    """The MTP head in a checkpoint's files; nothing is loaded yet."""
+def read_mtp(checkpoint: Checkpoint) -> Checkpoint:
+    """Return the checkpoint with layers and tensors of its MTP head. Raises ValueError without a supported one.
 
-    spec: ModelSpec
-    """The target's spec with the layers of the head."""
-    names: Names
-    """Tensor names, and the parts that they fill: `token_norm`, `hidden_norm`, `fc_proj`, layers and `final_norm`."""
-    tensors: dict[str, TensorEntry]
-    """Tensors by the names that `names` uses."""
-
-
-def read_mtp(checkpoint: Checkpoint) -> MtpModule:
-    """Return the MTP head of a checkpoint. Raises ValueError if there is no supported one."""
+    Its `names` fill `token_norm`, `hidden_norm`, `fc_proj`, layers and `final_norm`.
+    """
     path = checkpoint.path
     file = path / "config.json"
     family, fields, _ = read_config(path, checkpoint.overrides)
@@ -56,7 +46,7 @@ def read_mtp(checkpoint: Checkpoint) -> MtpModule:
     names = _names(family.names(spec), family.mtp, spec)
     spec, scales = read_kv_scales(spec, names, tensors)
     tensors = {name: entry for name, entry in tensors.items() if name not in scales}
-    return MtpModule(spec, resolve_layout(names, tensors), tensors)
+    return replace(checkpoint, spec=spec, names=resolve_layout(names, tensors), tensors=tensors)
 
 
 def _names(theirs: Names, mtp: MtpNames, spec: ModelSpec) -> Names:

@@ -149,9 +149,7 @@ def _problem(
 
 def _scale(config: Mapping[str, Any], module: str, rank: int) -> float:
     """Return a module's scale: `lora_alpha / r`, or with `use_rslora` `lora_alpha / sqrt(r)` (Kalajdzievski 2023)."""
-    alpha = config.get("lora_alpha", 8)
-    for pattern, value in (config.get("alpha_pattern") or {}).items():
-        if re.match(rf"(.*\.)?({pattern})$", module):
-            alpha = value
-            break
+    patterns = config.get("alpha_pattern") or {}
+    own = (alpha for pattern, alpha in patterns.items() if re.match(rf"(.*\.)?({pattern})$", module))
+    alpha = next(own, config.get("lora_alpha", 8))
     return float(alpha / (math.sqrt(rank) if config.get("use_rslora") else rank))

@@ -12,6 +12,7 @@ from bateleur.runner.checkpoint.names import Names
 from bateleur.runner.lora.adapter_file import LowRank
 from bateleur.runner.models import HybridDecoder
 from bateleur.runner.models.lora import LoraWeights
+from bateleur.runner.models.sharding import Cut
 from bateleur.runner.utils.device import pinned
 
 
@@ -59,15 +60,13 @@ class AdapterPool:
             weights.a_ARK[slot].zero_()
             weights.b_ANR[slot].zero_()
             if name in matrices:
-                a, b = self._own(name, *matrices[name])
+                cut = self._cuts.get(name, {})
+                a, b = (_own(each, axis, cut) for each, axis in zip(matrices[name], (1, 0), strict=True))
                 weights.a_ARK[slot, : len(a)].copy_(a)
                 weights.b_ANR[slot, :, : len(a)].copy_(b)
 
-    def _own(self, name: str, a: Tensor, b: Tensor) -> LowRank:
-        """Return the columns of `a` and the rows of `b` that this rank has."""
-        cut = self._cuts.get(name, {})
-        if 0 in cut:
-            b = torch.cat([b[first:end] for first, end in cut[0]])
-        if 1 in cut:
-            a = torch.cat([a[:, first:end] for first, end in cut[1]], 1)
-        return a, b
+
+def _own(matrix: Tensor, axis: int, cut: Cut) -> Tensor:
+    """Return the rows or columns of a matrix that this rank has."""
+    ranges = cut.get(axis)
+    return matrix if ranges is None else torch.cat([matrix.narrow(axis, a, b - a) for a, b in ranges], axis)

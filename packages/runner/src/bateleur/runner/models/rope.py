@@ -59,8 +59,7 @@ class RopeTable:
     """
 
     def __init__(self, spec: RopeSpec, dtype: torch.dtype, device: torch.device) -> None:
-        self.spec = spec
-        self._dtype = dtype
+        self.spec, self._dtype = spec, dtype
         # Uploaded once, because a table may grow within a step.
         self._inv_freq = torch.tensor(spec.inv_freq, dtype=torch.float32, device=device)
         self._table_P2R = torch.empty(0, 2 * spec.rotary_dim, dtype=dtype, device=device)
@@ -68,10 +67,8 @@ class RopeTable:
 
     def reserve(self, num_positions: int) -> None:
         """Compute the table for positions 0 .. num_positions - 1, if it is shorter."""
-        rows = self._table_P2R.shape[0]
-        if num_positions <= rows:
-            return
-        self._table_P2R = self._rows(max(num_positions, 2 * rows, _FIRST_ROWS))
+        if num_positions > (rows := len(self._table_P2R)):
+            self._table_P2R = self._rows(max(num_positions, 2 * rows, _FIRST_ROWS))
 
     def set_prompt_length(self, prompt_len: int) -> None:
         """Recompute the table in place for a prompt length, if frequencies depend on it (`ModelSpec.rope_length`)."""
@@ -84,8 +81,7 @@ class RopeTable:
         positions_P = torch.arange(count, dtype=torch.float32, device=self._inv_freq.device)
         angle_PR = positions_P[:, None] * self._frequencies(positions_P + 1)
         cos, sin = angle_PR.cos(), angle_PR.sin()
-        table = torch.cat((cos, cos, -sin, sin), dim=-1).mul_(self.spec.attention_scaling)
-        return table.to(self._dtype)
+        return torch.cat((cos, cos, -sin, sin), dim=-1).mul_(self.spec.attention_scaling).to(self._dtype)
 
     def _frequencies(self, length_P: Tensor) -> Tensor:
         """Return radians per position, ([P,] rotary_dim / 2). length_P: length of the sequence up to each position."""
@@ -104,9 +100,8 @@ class RopeTable:
 
     def at(self, positions_T: Tensor) -> tuple[Tensor, Tensor]:
         """Return cosines and signed sines, (T, 1, rotary_dim) each, of positions that are in the table."""
-        rows_T12R = self._table_P2R.index_select(0, positions_T).unsqueeze(1)
-        half = self.spec.rotary_dim
-        return rows_T12R[..., :half], rows_T12R[..., half:]
+        cos_T1R, sin_T1R = self._table_P2R.index_select(0, positions_T).unsqueeze(1).chunk(2, -1)
+        return cos_T1R, sin_T1R
 
 
 def rotate(x_THD: Tensor, cos_T1R: Tensor, sin_T1R: Tensor) -> Tensor:
@@ -118,6 +113,5 @@ def rotate(x_THD: Tensor, cos_T1R: Tensor, sin_T1R: Tensor) -> Tensor:
     if rotary_dim == x_THD.shape[-1]:
         return torch.addcmul(x_THD * cos_T1R, x_THD.roll(rotary_dim // 2, -1), sin_T1R)
     part_THR = x_THD[..., :rotary_dim]
-    turned_THR = torch.addcmul(part_THR * cos_T1R, part_THR.roll(rotary_dim // 2, -1), sin_T1R)
-    part_THR.copy_(turned_THR)
+    part_THR.copy_(torch.addcmul(part_THR * cos_T1R, part_THR.roll(rotary_dim // 2, -1), sin_T1R))
     return x_THD

@@ -179,32 +179,18 @@ def _constants(scheme: Scheme, columns: int, groups: int) -> dict[str, Any]:
     width, start = (columns, 0) if groups == 1 else (scheme.group, scheme.start)
     one = groups == 1 and not scheme.indexed
     whole = not scheme.indexed and start == 0 and (width % _BLOCK == 0 or _BLOCK % width == 0)
-    return {
-        "LAYOUT": scheme.layout.value,
-        "DEPTH": columns,
-        "GROUPS": groups,
-        "GROUP": 1 << 30 if one else width if whole else 0,
-        "WIDTH": width,
-        "START": start,
-        "DIVIDES": scheme.divides,
-    }
-
-
-def _tensors(matrix: QuantizedMatrix) -> tuple[torch.Tensor | None, ...]:
-    """Return codes, scales, zeros, factors and index; None for those that the scheme lacks."""
-    return matrix.codes, matrix.scales, matrix.zeros, matrix.factors, matrix.index
+    sizes = {"DEPTH": columns, "GROUPS": groups, "GROUP": 1 << 30 if one else width if whole else 0}
+    return {"LAYOUT": scheme.layout.value, **sizes, "WIDTH": width, "START": start, "DIVIDES": scheme.divides}
 
 
 def quantized_linear(x, parts, scheme, bias):
     """Return `x W^T + b` (T, N) for a quantised W in Triton, see `models.quantized_product.quantized_linear`."""
     (tokens, columns), (rows, groups) = x.shape, parts[1].shape
-    matrix = QuantizedMatrix.of(scheme, columns, parts)
-    kind = matrix.scheme
-    y = x.new_empty(tokens, rows)
+    matrix, y = QuantizedMatrix.of(scheme, columns, parts), x.new_empty(tokens, rows)
     if tokens == 0:
         return y
     x = x if x.stride(1) == 1 else x.contiguous()
-    constants = _constants(kind, columns, groups)
+    constants = _constants(matrix.scheme, columns, groups)
     options = tile_options(tokens, x.dtype, constants["GROUP"])
     count, size = cut(rows, columns)
     if tokens > _MANY and x.dtype != torch.float32:
@@ -214,8 +200,9 @@ def quantized_linear(x, parts, scheme, bias):
     into = x.new_empty(count, tokens, rows, dtype=torch.float32) if apart else y
     grid = cdiv(rows, options["BLOCK_N"]), cdiv(tokens, options["BLOCK_T"]), count if apart else 1
     linear_kernel[grid](
-        x, *_tensors(matrix), None if apart else bias, into, tokens, x.stride(0),
-        ROWS=rows, INDEXED=kind.indexed, PARTS=count, PART=size, APART=apart,
+        x, matrix.codes, matrix.scales, matrix.zeros, matrix.factors, matrix.index, None if apart else bias, into,
+        tokens, x.stride(0),
+        ROWS=rows, INDEXED=matrix.scheme.indexed, PARTS=count, PART=size, APART=apart,
         **constants, **options,
     )  # fmt: skip
     if apart:
@@ -228,16 +215,14 @@ def quantized_linear(x, parts, scheme, bias):
 def quantized_grouped(x, ends, parts, scheme):
     """Return each row of x times its group's quantised matrix, see `models.grouped.quantized_grouped`."""
     (tokens, columns), (experts, rows, groups) = x.shape, parts[1].shape
-    matrix = QuantizedMatrix.of(scheme, columns, parts)
-    kind = matrix.scheme
-    y = x.new_empty(tokens, rows)
+    matrix, y = QuantizedMatrix.of(scheme, columns, parts), x.new_empty(tokens, rows)
     if tokens == 0:
         return y
-    constants, many = _constants(kind, columns, groups), tokens >= _LEAST * experts
+    constants, many = _constants(matrix.scheme, columns, groups), tokens >= _LEAST * experts
     options = tile_options(cdiv(tokens, experts) if many else 1, x.dtype, constants["GROUP"])
     tiles = tokens // options["BLOCK_T"] + min(experts, tokens)
     grouped_kernel[cdiv(rows, options["BLOCK_N"]), tiles](
-        x, ends, *_tensors(matrix)[:4], y, tokens, x.stride(0),
+        x, ends, matrix.codes, matrix.scales, matrix.zeros, matrix.factors, y, tokens, x.stride(0),
         ROWS=rows, EXPERTS=experts, BLOCK_E=triton.next_power_of_2(experts),
         **constants, **options,
     )  # fmt: skip
