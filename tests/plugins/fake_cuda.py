@@ -460,7 +460,7 @@ class FakeCuda:
         patch.setattr("bateleur.runner.offload.copies.CopyStream", partial(_OneStream, self.gpus))
         patch.setattr("bateleur.metadata._memory.pinned", pin)
         patch.setattr("bateleur.runner.sampling.grammar_masks.pinned", pin)
-        patch.setattr("bateleur.runner.lora.adapter_pool.pinned", pin)
+        patch.setattr("bateleur.runner.lora.adapter_manager.pinned", pin)
 
     def _invent(self, flight: StepInFlight) -> list[NDArray[Any]]:
         """The values that `StepInFlight.fetched` returns: counts, bad flags, tokens, drafts, and log probabilities."""

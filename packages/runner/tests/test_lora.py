@@ -19,8 +19,7 @@ from bateleur.runner.checkpoint.families import FAMILIES
 from bateleur.runner.checkpoint.open import load_model, open_checkpoint
 from bateleur.runner.distributed.ranks import ALONE, Ranks
 from bateleur.runner.lora.adapter_file import read_adapter
-from bateleur.runner.lora.adapter_manager import AdapterManager, LoRARequest
-from bateleur.runner.lora.adapter_pool import AdapterPool
+from bateleur.runner.lora.adapter_manager import AdapterManager, AdapterPool, LoRARequest
 from bateleur.runner.models import HybridDecoder
 from bateleur.runner.models.operators import FORMS
 

@@ -29,6 +29,7 @@ from bateleur.runner.utils.device import DTYPES, explain_out_of_memory, free_mai
 from bateleur.runner.utils.json_file import errors_in, read_json
 from bateleur.runner.utils.tensor_files import TensorEntry, list_tensors
 
+Device = torch.device | str
 _KINDS = frozenset(("linear_attention", "full_attention", "mlp", "moe", "conv"))
 """Kinds of layers in current versions of transformers; older files have other names for some."""
 _FOREIGN = ("image_token_id", "image_token_index", "video_token_id")
@@ -112,11 +113,7 @@ def open_checkpoint(
 
 
 def load_model(
-    checkpoint: Checkpoint,
-    dtype: torch.dtype,
-    device: torch.device | str,
-    ranks: Ranks = ALONE,
-    data_ranks: Ranks = ALONE,
+    checkpoint: Checkpoint, dtype: torch.dtype, device: Device, ranks: Ranks = ALONE, data_ranks: Ranks = ALONE
 ) -> HybridDecoder:
     """Load the decoder, or this rank's part of it, in `dtype` on `device`.
 
@@ -142,11 +139,7 @@ def load_model(
 
 
 def describe_model(
-    checkpoint: Checkpoint,
-    dtype: torch.dtype,
-    device: torch.device | str,
-    ranks: Ranks = ALONE,
-    data_ranks: Ranks = ALONE,
+    checkpoint: Checkpoint, dtype: torch.dtype, device: Device, ranks: Ranks = ALONE, data_ranks: Ranks = ALONE
 ) -> tuple[HybridDecoder, Matrices]:
     """Return the uninitialised decoder in the checkpoint's layout, and its quantised projections."""
     model = HybridDecoder(checkpoint.spec, dtype=dtype, device=device, ranks=ranks, data_ranks=data_ranks)

@@ -26,7 +26,7 @@ from bateleur.runner.config.resolve import describe_backend, describe_scan
 from bateleur.runner.diagnose.part_facts import EMBEDDINGS, PartFacts, count_parts, count_schemes
 from bateleur.runner.distributed.ranks import Ranks
 from bateleur.runner.engine.setup import unmeasured_budget
-from bateleur.runner.lora.adapter_pool import AdapterPool
+from bateleur.runner.lora.adapter_manager import AdapterPool
 from bateleur.runner.model_runner.graph_dispatcher import largest_capture
 from bateleur.runner.models import HybridDecoder
 from bateleur.runner.models.memory_report import packed_weight_bytes

@@ -31,7 +31,7 @@ from bateleur.metadata import (
 )
 from bateleur.runner.cache.tensors import Caches
 from bateleur.runner.config.limits import EngineLimits
-from bateleur.runner.lora.adapter_pool import AdapterPool
+from bateleur.runner.lora.adapter_manager import AdapterPool
 from bateleur.runner.models import HybridDecoder, StepContext
 from bateleur.runner.utils.arrays import Int32s, Int64s
 from bateleur.runner.utils.device import upload

@@ -15,13 +15,8 @@ from bateleur.runner.quantization.module import Block, Module, QuantizedReader
 from bateleur.runner.utils.arguments import refuse
 
 FORMATS = (
-    "float-quantized",
-    "naive-quantized",
-    "int-quantized",
-    "pack-quantized",
-    "nvfp4-pack-quantized",
-    "mixed-precision",
-    "dense",
+    *("float-quantized", "naive-quantized", "int-quantized", "pack-quantized", "nvfp4-pack-quantized"),
+    *("mixed-precision", "dense"),
 )
 _STRATEGIES = ("tensor", "channel", "group", "block", "tensor_group")
 _GLOBAL = "weight_global_scale"

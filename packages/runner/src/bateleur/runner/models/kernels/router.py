@@ -3,7 +3,6 @@
 Legend: G groups, P experts of a group, K experts of a token, S pairs of token and expert, L width of the experts.
 """
 
-from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -162,15 +161,7 @@ SORT_OPTIONS: dict[str, Any] = {"BLOCK_S": _TILE_PLACES, "num_warps": 4, "enable
 COMBINE_OPTIONS: dict[str, Any] = {"BLOCK_L": _TILE_LANES, "num_warps": 2, "enable_fp_fusion": True}
 
 
-def route_tokens(
-    logits: Tensor,
-    correction: Tensor | None,
-    top_k: int,
-    sigmoid: bool,
-    sum_eps: float | None,
-    scale: float,
-    groups: Sequence[int],
-) -> tuple[Tensor, Tensor]:
+def route_tokens(logits, correction, top_k, sigmoid, sum_eps, scale, groups):
     """Return weights and ids of each token's experts by a Triton kernel, see `models.router.route_tokens`."""
     other = logits if correction is None else correction
     require_adjacent(logits=logits, correction=other)
