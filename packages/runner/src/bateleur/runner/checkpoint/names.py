@@ -1,11 +1,9 @@
 """Maps tensors of checkpoints to weights of the model, or to parts of them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -62,7 +60,7 @@ class WeightPart:
     """Whether the last two axes are swapped in the file."""
     expert: int | None = None
     """Index of the expert whose matrix this is; None means all experts."""
-    instead: Mapping[str, WeightPart] = field(default_factory=dict)
+    instead: Mapping[str, "WeightPart"] = field(default_factory=dict)
     """What fills the same weight in files of another layout, which lack this name."""
 
     def row_order(self, count: int) -> Tensor | None:
@@ -102,7 +100,7 @@ class WeightPart:
                 yield (low - begin, high - begin), (local + low - first, local + high - first)
             local += last - first
 
-    def placed(self, source: str, target: str) -> WeightPart:
+    def placed(self, source: str, target: str) -> Self:
         """Return the part with a prefix added to names in files (`source`) and to names of weights (`target`)."""
         instead = {source + name: part.placed(source, target) for name, part in self.instead.items()}
         return replace(self, target=target + self.target, instead=instead)

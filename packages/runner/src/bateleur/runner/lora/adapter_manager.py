@@ -1,13 +1,12 @@
 """LoRA adapters: their matrices on the device, and a manager that loads them and counts the requests of each."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from hashlib import blake2b
 from pathlib import Path
+from typing import Self
 
 import numpy as np
 import torch
@@ -132,9 +131,7 @@ class AdapterManager:
         self._num_uses = 0
 
     @classmethod
-    def of(
-        cls, config: LoRAConfig, checkpoint: Checkpoint, model: HybridDecoder, max_num_tokens: int
-    ) -> AdapterManager | None:
+    def of(cls, config: LoRAConfig, checkpoint: Checkpoint, model: HybridDecoder, max_num_tokens: int) -> Self | None:
         """Return a manager for this rank's part of a model; None without `enable_lora`."""
         if not config.enable_lora:
             return None

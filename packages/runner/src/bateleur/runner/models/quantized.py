@@ -6,13 +6,11 @@ A weight is `(code - zero) * scale`, computed in float32 and rounded once to the
 rounded weights, so it equals the product with a matrix that was dequantised on load.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from enum import StrEnum
 from functools import cache
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -57,11 +55,7 @@ class Scheme:
     start: int = 0
     """Columns of the first group that come before this part of the matrix."""
 
-    def num_groups(self, columns: int) -> int:
-        """Return the number of scale groups in `columns` columns."""
-        return -(-(self.start + columns) // self.group)
-
-    def cut(self, first: int, end: int) -> Scheme:
+    def cut(self, first: int, end: int) -> Self:
         """Return the scheme of a matrix of only the columns [first, end)."""
         return self if self.indexed else replace(self, start=(self.start + first) % self.group)
 
@@ -108,10 +102,10 @@ class QuantizedMatrix:
     """(K,) int32, the group of each column, if that is not `(start + k) // group`."""
 
     @classmethod
-    def empty(cls, scheme: Scheme, shape: tuple[int, ...], groups: int | None, device: torch.device) -> QuantizedMatrix:
+    def empty(cls, scheme: Scheme, shape: tuple[int, ...], groups: int | None, device: torch.device) -> Self:
         """Return an uninitialised matrix (N, K) or (E, N, K). groups: scale groups of a row; None: derived from K."""
         *lead, columns = shape
-        groups = scheme.num_groups(columns) if groups is None else groups
+        groups = -(-(scheme.start + columns) // scheme.group) if groups is None else groups
         width = -(-columns // 2) if scheme.layout in PACKED else columns
         code = torch.int8 if scheme.layout is Layout.I8 else torch.uint8
 
@@ -125,7 +119,7 @@ class QuantizedMatrix:
         return cls(scheme, columns, codes, scales, zeros, factors, index)
 
     @classmethod
-    def of(cls, key: str, columns: int, parts: Sequence[Tensor]) -> QuantizedMatrix:
+    def of(cls, key: str, columns: int, parts: Sequence[Tensor]) -> Self:
         """Return the matrix for the text of `Scheme.key`. parts: its tensors in the order of `tensors`."""
         codes, scales, *rest = parts
         scheme, more = scheme_of(key, scales.dtype), iter(rest)
@@ -142,20 +136,20 @@ class QuantizedMatrix:
         """Return the tensors in memory, by names that begin with `prefix`."""
         return tensors_of(self, prefix)
 
-    def _changed(self, change: Callable[[Tensor], Tensor]) -> QuantizedMatrix:
+    def _changed(self, change: Callable[[Tensor], Tensor]) -> Self:
         """Return the matrix with all tensors changed except `index`."""
         tensors: dict[str, Any] = {name: change(each) for name, each in self.tensors().items() if name != "index"}
         return replace(self, **tensors)
 
-    def rows(self, rows: slice | Tensor) -> QuantizedMatrix:
+    def rows(self, rows: slice | Tensor) -> Self:
         """Return some of the N rows of a matrix (N, K), or some of E matrices; views for a slice."""
         return self._changed(lambda each: each[rows])
 
-    def flat(self) -> QuantizedMatrix:
+    def flat(self) -> Self:
         """Return E matrices (E, N, K) as one matrix (E * N, K)."""
         return self if self.codes.ndim == 2 else self._changed(lambda each: each.flatten(0, 1))
 
-    def cut_columns(self, first: int, end: int) -> QuantizedMatrix:
+    def cut_columns(self, first: int, end: int) -> Self:
         """Return the columns [first, end) and their scales. Raises ValueError if a byte of two codes would be split."""
         scheme, packed = self.scheme, self.scheme.layout in PACKED
         if (first, end) == (0, self.columns):
@@ -170,7 +164,7 @@ class QuantizedMatrix:
         scheme = scheme.cut(first, end)
         return replace(self, scheme=scheme, columns=end - first, codes=codes, scales=scales, zeros=zeros)
 
-    def scaled(self, factors: Tensor) -> QuantizedMatrix:
+    def scaled(self, factors: Tensor) -> Self:
         """Return the matrix with row n multiplied by factors[n] (float32). Scales become float32, except for F4."""
         if self.factors is not None:
             return replace(self, factors=self.factors / factors if self.scheme.divides else self.factors * factors)
@@ -178,7 +172,7 @@ class QuantizedMatrix:
         scheme = replace(self.scheme, scale_dtype=torch.float32)
         return replace(self, scheme=scheme, scales=self.scales.float() * factors[:, None])
 
-    def copy_(self, other: QuantizedMatrix) -> None:
+    def copy_(self, other: Self) -> None:
         """Copy the tensors of another matrix, which must have the same scheme and sizes."""
         assert self.scheme == other.scheme, f"{other.scheme} is copied to {self.scheme}"
         for each, theirs in zip(self.tensors().values(), other.tensors().values(), strict=True):

@@ -1,9 +1,8 @@
 """A layer of the residual stream: a norm and one or several branches (attention, MLP, ...) that read it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Self
 
 from torch import Tensor
 
@@ -38,7 +37,7 @@ class ResidualLayer:
     @classmethod
     def of(
         cls, layer: Layer, build: Callable[[SingleLayer], Mixer], make_norm: Callable[[], RMSNorm], multiplier: float
-    ) -> ResidualLayer:
+    ) -> Self:
         """Build the layer with branches made by `build`. Weight names of part i of a parallel layer begin with `i.`."""
         if not isinstance(layer, ParallelLayer):
             return cls(make_norm(), (("", build(layer), multiplier),))

@@ -5,11 +5,9 @@ layer; Bamba, GraniteMoeHybrid and Llama have two (attention or a recurrence, th
 as long. Branches that read the same norm, as in Falcon-H1, are the parts of a `ParallelLayer`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, Self
 
 from bateleur.mamba import GatedDelta, KimiDelta, Mamba2, Recurrence, ShortConv
 from bateleur.runner.models.rope import DynamicRope, RopeSpec
@@ -239,7 +237,7 @@ class ModelSpec:
         if not self.layers:
             raise ValueError("layers is empty; a model needs at least one")
 
-    def with_branches(self, change: Callable[[str, SingleLayer], SingleLayer]) -> ModelSpec:
+    def with_branches(self, change: Callable[[str, SingleLayer], SingleLayer]) -> Self:
         """Return the spec with `change(prefix, branch)` in place of every branch, see `prefixed`."""
         layers: list[Layer] = []
         for i, layer in enumerate(self.layers):

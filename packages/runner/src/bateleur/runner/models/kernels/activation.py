@@ -78,11 +78,10 @@ def activation(gate_up: Tensor, size: int, name: str, gated: bool) -> Tensor:
     require_adjacent(gate_up=gate_up)
     num_tokens = gate_up.shape[0]
     out = torch.empty(num_tokens, size, dtype=gate_up.dtype, device=gate_up.device)
-    if num_tokens:
-        options = tile_options(size)
-        activation_kernel[(num_tokens, cdiv(size, options["BLOCK_F"]))](
-            gate_up, out, gate_up.stride(0), SIZE=size, GATED=gated, NAME=name, **options
-        )
+    options = tile_options(size)
+    activation_kernel[(num_tokens, cdiv(size, options["BLOCK_F"]))](
+        gate_up, out, gate_up.stride(0), SIZE=size, GATED=gated, NAME=name, **options
+    )
     return out
 
 
@@ -91,9 +90,8 @@ def gate(x: Tensor, by: Tensor, name: str) -> Tensor:
     require_adjacent(x=x, by=by)
     num_tokens, size = x.shape
     out = torch.empty(num_tokens, size, dtype=x.dtype, device=x.device)
-    if num_tokens:
-        options = tile_options(size)
-        gate_kernel[(num_tokens, cdiv(size, options["BLOCK_F"]))](
-            x, by, out, x.stride(0), by.stride(0), SIZE=size, SILU=name == "silu", **options
-        )
+    options = tile_options(size)
+    gate_kernel[(num_tokens, cdiv(size, options["BLOCK_F"]))](
+        x, by, out, x.stride(0), by.stride(0), SIZE=size, SILU=name == "silu", **options
+    )
     return out

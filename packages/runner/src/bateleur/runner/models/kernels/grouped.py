@@ -72,8 +72,6 @@ def grouped_products(x, weight, group_ends):
     """Return each row of x times the transpose of its group's matrix, see `models.grouped.grouped_product`."""
     (num_rows, depth), (groups, columns) = x.shape, weight.shape[:2]
     y = x.new_empty(num_rows, columns)
-    if num_rows == 0:
-        return y
     options = tile_options(num_rows, groups, x.dtype)
     tiles = num_rows // options["BLOCK_S"] + min(groups, num_rows)
     grouped_kernel[(cdiv(columns, options["BLOCK_N"]), tiles)](

@@ -49,11 +49,10 @@ def join_heads(kv_up: Tensor, shared: Tensor, heads: int, key_dim: int, head_dim
     require_adjacent(kv_up=kv_up, shared=shared)
     num_tokens = kv_up.shape[0]
     k, v = (torch.empty(num_tokens, heads, head_dim, dtype=kv_up.dtype, device=kv_up.device) for _ in range(2))
-    if num_tokens:
-        options = tile_options(heads, head_dim)
-        join_kernel[(num_tokens, cdiv(heads, options["BLOCK_H"]))](
-            kv_up, shared, k, v, kv_up.stride(0), shared.stride(0),
-            HEADS=heads, KEY=key_dim, SHARED=shared.shape[1], VALUE=kv_up.shape[1] // heads - key_dim,
-            HEAD_DIM=head_dim, **options,
-        )  # fmt: skip
+    options = tile_options(heads, head_dim)
+    join_kernel[(num_tokens, cdiv(heads, options["BLOCK_H"]))](
+        kv_up, shared, k, v, kv_up.stride(0), shared.stride(0),
+        HEADS=heads, KEY=key_dim, SHARED=shared.shape[1], VALUE=kv_up.shape[1] // heads - key_dim,
+        HEAD_DIM=head_dim, **options,
+    )  # fmt: skip
     return k, v

@@ -72,8 +72,6 @@ def add_lora(y: Tensor, x: Tensor, a: Tensor, b: Tensor, slots: Tensor) -> None:
     """Add each token's adapter output to y in place, by two Triton kernels, see `models.lora.add_lora`."""
     require_adjacent(y=y, x=x, a=a, b=b)
     num_tokens, (_, rank, num_columns), num_rows = len(x), a.shape, b.shape[1]
-    if not num_tokens:
-        return
     lanes = torch.empty(num_tokens, rank, dtype=torch.float32, device=x.device)
     block_r = min(32, triton.next_power_of_2(rank))
     block_k = min(_TILE_ENTRIES // block_r, triton.next_power_of_2(num_columns))

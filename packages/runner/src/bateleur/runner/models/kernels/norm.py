@@ -80,11 +80,10 @@ def add_rms_norm(
     require_adjacent(x=h, y=y, z=z, weight=weight)
     num_tokens, size = h.shape
     out = torch.empty(num_tokens, size, dtype=dtype, device=h.device)
-    if num_tokens:
-        norm_kernel[(num_tokens,)](
-            h, y, z, weight, out, h.stride(0), y.stride(0), z.stride(0), factor, z_factor, eps,
-            SIZE=size, TERMS=len(terms), **tile_options(size),
-        )  # fmt: skip
+    norm_kernel[(num_tokens,)](
+        h, y, z, weight, out, h.stride(0), y.stride(0), z.stride(0), factor, z_factor, eps,
+        SIZE=size, TERMS=len(terms), **tile_options(size),
+    )  # fmt: skip
     return out
 
 
@@ -92,6 +91,5 @@ def add_normed(h: Tensor, y: Tensor, factor: float, weight: Tensor, eps: float) 
     """Add `factor` times the RMS norm of y to h in place, see `bateleur.runner.models.norm.add_normed`."""
     require_adjacent(h=h, y=y, weight=weight)
     num_tokens, size = h.shape
-    if num_tokens:
-        strides = h.stride(0), y.stride(0)
-        add_normed_kernel[(num_tokens,)](h, y, weight, *strides, factor, eps, SIZE=size, **tile_options(size))
+    strides = h.stride(0), y.stride(0)
+    add_normed_kernel[(num_tokens,)](h, y, weight, *strides, factor, eps, SIZE=size, **tile_options(size))

@@ -187,8 +187,6 @@ def quantized_linear(x, parts, scheme, bias):
     """Return `x W^T + b` (T, N) for a quantised W in Triton, see `models.quantized_product.quantized_linear`."""
     (tokens, columns), (rows, groups) = x.shape, parts[1].shape
     matrix, y = QuantizedMatrix.of(scheme, columns, parts), x.new_empty(tokens, rows)
-    if tokens == 0:
-        return y
     x = x if x.stride(1) == 1 else x.contiguous()
     constants = _constants(matrix.scheme, columns, groups)
     options = tile_options(tokens, x.dtype, constants["GROUP"])
@@ -216,8 +214,6 @@ def quantized_grouped(x, ends, parts, scheme):
     """Return each row of x times its group's quantised matrix, see `models.grouped.quantized_grouped`."""
     (tokens, columns), (experts, rows, groups) = x.shape, parts[1].shape
     matrix, y = QuantizedMatrix.of(scheme, columns, parts), x.new_empty(tokens, rows)
-    if tokens == 0:
-        return y
     constants, many = _constants(matrix.scheme, columns, groups), tokens >= _LEAST * experts
     options = tile_options(cdiv(tokens, experts) if many else 1, x.dtype, constants["GROUP"])
     tiles = tokens // options["BLOCK_T"] + min(experts, tokens)

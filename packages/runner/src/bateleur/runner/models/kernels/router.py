@@ -168,13 +168,12 @@ def route_tokens(logits, correction, top_k, sigmoid, sum_eps, scale, groups):
     num_tokens, experts = logits.shape
     weights = torch.empty(num_tokens, top_k, dtype=torch.float32, device=logits.device)
     chosen = torch.empty(num_tokens, top_k, dtype=torch.int64, device=logits.device)
-    if num_tokens:
-        route_kernel[(num_tokens,)](
-            logits, other, weights, chosen, logits.stride(0), sum_eps or 0.0, scale,
-            EXPERTS=experts, TOP_K=top_k, GROUPS=groups[0], TOP_GROUPS=groups[1], SIGMOID=sigmoid,
-            NORMALISED=sum_eps is not None, CORRECTED=correction is not None,
-            **route_options(experts, groups[0], top_k),
-        )  # fmt: skip
+    route_kernel[(num_tokens,)](
+        logits, other, weights, chosen, logits.stride(0), sum_eps or 0.0, scale,
+        EXPERTS=experts, TOP_K=top_k, GROUPS=groups[0], TOP_GROUPS=groups[1], SIGMOID=sigmoid,
+        NORMALISED=sum_eps is not None, CORRECTED=correction is not None,
+        **route_options(experts, groups[0], top_k),
+    )  # fmt: skip
     return weights, chosen
 
 
@@ -195,9 +194,8 @@ def combine(y: Tensor, sorted_index: Tensor, weights: Tensor, shared: Tensor | N
     require_adjacent(y=y, shared=added, sorted_index=sorted_index, weights=weights)
     (num_tokens, top_k), size = weights.shape, y.shape[1]
     out = torch.empty(num_tokens, size, dtype=y.dtype, device=y.device)
-    if num_tokens:
-        combine_kernel[(num_tokens, cdiv(size, _TILE_LANES))](
-            y, sorted_index, weights, added, factor, out, y.stride(0), added.stride(0), factor.stride(0),
-            TOP_K=top_k, SIZE=size, SHARED=shared is not None, GATED=gate is not None, **COMBINE_OPTIONS,
-        )  # fmt: skip
+    combine_kernel[(num_tokens, cdiv(size, _TILE_LANES))](
+        y, sorted_index, weights, added, factor, out, y.stride(0), added.stride(0), factor.stride(0),
+        TOP_K=top_k, SIZE=size, SHARED=shared is not None, GATED=gate is not None, **COMBINE_OPTIONS,
+    )  # fmt: skip
     return out

@@ -1,10 +1,9 @@
 """C kernels (`quantized.c`) of float32 tokens and int8 or int4 matrices. Shapes: see `native`; G groups of columns."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Self
 
 import torch
 import torch.nn.functional as F
@@ -37,7 +36,7 @@ class PackedMatrix:
     """(P, G, WIDTH) float32, of I4 less 8; None if all are 0."""
 
     @classmethod
-    def of(cls, matrix: QuantizedMatrix, dtype: torch.dtype) -> PackedMatrix | None:
+    def of(cls, matrix: QuantizedMatrix, dtype: torch.dtype) -> Self | None:
         """Return the matrix packed for tokens of `dtype`; None if there is no kernel for it."""
         scheme, (rows, columns) = matrix.scheme, matrix.shape
         group, cpu = min(scheme.group, columns), matrix.codes.device.type in ("cpu", "meta")
