@@ -9,15 +9,7 @@ import torch
 from torch import Tensor
 
 from bateleur.runner.distributed.ranks import Range
-from bateleur.runner.models.spec import (
-    AttentionLayer,
-    ExpertsLayer,
-    MambaLayer,
-    MlpLayer,
-    ModelSpec,
-    SingleLayer,
-    prefixed,
-)
+from bateleur.runner.models.spec import AttentionLayer, ExpertsLayer, MambaLayer, MlpLayer, ModelSpec, SingleLayer
 from bateleur.runner.utils.tensor_files import TensorEntry
 
 
@@ -244,9 +236,9 @@ def weight_names(
         "lm_head.weight": WeightPart("lm_head"),
     }
     branches = {**_MIXERS, **mixers, MlpLayer: mlp}
-    for i, layer in enumerate(spec.layers):
+    for i in range(len(spec.layers)):
         source = f"{stem}.layers.{i // spec.branches_per_layer}."
-        for prefix, branch in prefixed(i, layer):
+        for prefix, branch in spec.prefixed(i):
             norm, named = _layer_names(branch, branches[type(branch)])
             names[f"{source}{norm}.weight"] = WeightPart(f"layers.{i}.input_norm")
             names |= {source + name: part.placed(source, prefix) for name, part in named.items()}

@@ -195,13 +195,6 @@ def parts_of(layer: Layer) -> tuple[SingleLayer, ...]:
     return layer.parts if isinstance(layer, ParallelLayer) else (layer,)
 
 
-def prefixed(i: int, layer: Layer) -> list[tuple[str, SingleLayer]]:
-    """Return the branches of layer i with the prefixes of their weights: `layers.3.`, or `layers.3.1.` in parallel."""
-    if isinstance(layer, ParallelLayer):
-        return [(f"layers.{i}.{j}.", part) for j, part in enumerate(layer.parts)]
-    return [(f"layers.{i}.", layer)]
-
-
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
     """A decoder-only model of attention, MLP, experts and recurrent branches."""
@@ -237,11 +230,17 @@ class ModelSpec:
         if not self.layers:
             raise ValueError("layers is empty; a model needs at least one")
 
+    def prefixed(self, i: int) -> list[tuple[str, SingleLayer]]:
+        """Return the branches of layer i with the prefixes of their weights: `layers.3.`, in parallel `layers.3.1.`."""
+        if isinstance(layer := self.layers[i], ParallelLayer):
+            return [(f"layers.{i}.{j}.", part) for j, part in enumerate(layer.parts)]
+        return [(f"layers.{i}.", layer)]
+
     def with_branches(self, change: Callable[[str, SingleLayer], SingleLayer]) -> Self:
         """Return the spec with `change(prefix, branch)` in place of every branch, see `prefixed`."""
         layers: list[Layer] = []
         for i, layer in enumerate(self.layers):
-            parts = tuple(change(prefix, part) for prefix, part in prefixed(i, layer))
+            parts = tuple(change(prefix, part) for prefix, part in self.prefixed(i))
             layers.append(replace(layer, parts=parts) if isinstance(layer, ParallelLayer) else parts[0])
         return replace(self, layers=tuple(layers))
 
