@@ -19,9 +19,6 @@ from bateleur.runner.quantization.module import Module, QuantizedReader, check_m
 from bateleur.runner.quantization.scan import find_modules
 from bateleur.runner.utils.tensor_files import TensorEntry
 
-_ROUTERS = ("router_proj",)
-"""Matrices that are float32 in any dtype; they are dequantised."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuantizedEntry(TensorEntry):
@@ -99,7 +96,7 @@ def quantize_projections(
     chosen: dict[str, Projection | GroupedProjection] = {}
     for target, found in parts.items():
         projection = matrices.get(target)
-        if projection is None or target.endswith(_ROUTERS):
+        if projection is None or target.endswith("router_proj"):  # float32 in any dtype
             continue
         if not any(isinstance(entry, QuantizedEntry) for _, entry in found):
             continue
@@ -108,8 +105,8 @@ def quantize_projections(
         cut = share.cuts.get(target, {})
         if isinstance(projection, Projection):
             projection.quantize(_pieces(found, cut))
-        elif (scheme := _common(found)) is not None:
-            projection.quantize(_cut(scheme, _columns(cut, 2)))
+        elif (scheme := _cut(_common(found), _columns(cut, 2))) is not None:
+            projection.quantize(scheme)
         else:
             continue
         chosen[target] = projection
@@ -141,7 +138,7 @@ def _pieces(found: list[tuple[WeightPart, TensorEntry]], cut: Cut) -> list[tuple
         if isinstance(entry, QuantizedEntry) and scheme is not None and scheme.indexed:
             groups = entry.matrix().scales.shape[-1]
         for _, own in part.own_rows(cut.get(0), math.prod(entry.shape[:-1])):
-            every.append((*own, None if scheme is None else _cut(scheme, _columns(cut, 1)), groups))
+            every.append((*own, _cut(scheme, _columns(cut, 1)), groups))
     joined: list[tuple[int, int, Scheme | None, int | None]] = []
     for first, end, scheme, groups in sorted(every, key=lambda each: each[0]):
         if joined and joined[-1][2] == scheme and not (scheme and scheme.indexed):
@@ -150,8 +147,8 @@ def _pieces(found: list[tuple[WeightPart, TensorEntry]], cut: Cut) -> list[tuple
     return joined
 
 
-def _cut(scheme: Scheme, columns: Range | None) -> Scheme:
-    return scheme if columns is None else scheme.cut(*columns)
+def _cut(scheme: Scheme | None, columns: Range | None) -> Scheme | None:
+    return scheme if scheme is None or columns is None else scheme.cut(*columns)
 
 
 def _columns(cut: Cut, axis: int) -> Range | None:
@@ -162,46 +159,40 @@ def _columns(cut: Cut, axis: int) -> Range | None:
 
 def fill_quantized(projection: Projection | GroupedProjection, part: WeightPart, entry: TensorEntry, cut: Cut) -> None:
     """Copy this rank's ranges (`cut`, by axis) of one tensor to the codes and scales of a projection."""
-    if isinstance(projection, GroupedProjection):
-        _fill_experts(projection, part, entry, cut)
+    if isinstance(projection, Projection):
+        matrix = entry.matrix() if isinstance(entry, QuantizedEntry) else part.read(entry.mapped())
+        _fill(projection.pieces, part, matrix, cut.get(0), _columns(cut, 1))
         return
-    matrix = _ordered(part, entry.matrix()) if isinstance(entry, QuantizedEntry) else part.read(entry.mapped())
-    for rows, own in part.own_rows(cut.get(0), matrix.shape[0]):
-        _copy(projection.pieces, own, matrix, slice(*rows), _columns(cut, 1))
-
-
-def _fill_experts(projection: GroupedProjection, part: WeightPart, entry: TensorEntry, cut: Cut) -> None:
-    target = projection.quantized
-    assert target is not None
+    assert projection.quantized is not None
     assert isinstance(entry, QuantizedEntry)
+    matrix, target = entry.matrix(), projection.quantized
     (low, high), *_ = cut.get(0, ((0, len(target.codes)),))
-    matrix, experts = entry.matrix(), range(low, high)
-    if part.expert is not None:
-        experts = range(max(low, part.expert), min(high, part.expert + 1))
-    for e in experts:
-        one = _ordered(part, matrix if part.expert is not None else matrix.rows(slice(e, e + 1)).flat())
-        piece = Rows(0, target.rows(slice(e - low, e - low + 1)).flat())
-        for rows, own in part.own_rows(cut.get(1), one.shape[0]):
-            _copy((piece,), own, one, slice(*rows), _columns(cut, 2))
+    for e in range(low, high):
+        if part.expert in (None, e):
+            one = matrix.rows(slice(e, e + 1)).flat() if part.expert is None else matrix
+            piece = Rows(0, target.rows(slice(e - low, e - low + 1)).flat())
+            _fill((piece,), part, one, cut.get(1), _columns(cut, 2))
 
 
-def _ordered(part: WeightPart, matrix: QuantizedMatrix) -> QuantizedMatrix:
-    """Return a stored matrix (N, K) with rows in the order of the weight, multiplied by its factors."""
-    if (order := part.row_order(matrix.shape[0])) is not None:
-        matrix = matrix.rows(order)
-    return matrix.scaled(part.row_factors(matrix.shape[0])) if part.factors else matrix
-
-
-def _copy(
-    pieces: Sequence[Rows], own: Range, matrix: QuantizedMatrix | Tensor, rows: slice, columns: Range | None
+def _fill(
+    pieces: Sequence[Rows],
+    part: WeightPart,
+    matrix: QuantizedMatrix | Tensor,
+    ranges: Sequence[Range] | None,
+    columns: Range | None,
 ) -> None:
-    """Copy `rows` and `columns` of a stored matrix to rows `own` of a projection, which are in one of `pieces`."""
-    (piece,) = (each for each in pieces if each.first <= own[0] and own[1] <= each.end)
-    to, target = slice(own[0] - piece.first, own[1] - piece.first), piece.matrix
-    if isinstance(matrix, Tensor):
-        assert isinstance(target, Projection)
-        target.weight[to].copy_(matrix[rows] if columns is None else matrix[rows, slice(*columns)])
-    else:
-        assert isinstance(target, QuantizedMatrix)
-        source = matrix.rows(rows)
-        target.rows(to).copy_(source if columns is None else source.cut_columns(*columns))
+    """Copy the rows `ranges` (None: all) and the columns of a stored matrix (N, K) to the pieces of a projection."""
+    if isinstance(matrix, QuantizedMatrix):
+        order = part.row_order(matrix.shape[0])
+        matrix = matrix if order is None else matrix.rows(order)
+        matrix = matrix.scaled(part.row_factors(matrix.shape[0])) if part.factors else matrix
+    for rows, own in part.own_rows(ranges, matrix.shape[0]):
+        (piece,) = (each for each in pieces if each.first <= own[0] and own[1] <= each.end)
+        to, target = slice(own[0] - piece.first, own[1] - piece.first), piece.matrix
+        if isinstance(matrix, Tensor):
+            assert isinstance(target, Projection)
+            target.weight[to].copy_(matrix[slice(*rows), slice(*columns or (None,))])
+        else:
+            assert isinstance(target, QuantizedMatrix)
+            source = matrix.rows(slice(*rows))
+            target.rows(to).copy_(source if columns is None else source.cut_columns(*columns))
