@@ -36,7 +36,6 @@ class ConfigFields:
         return getattr(self.config, name, None)
 
     def __getitem__(self, name: str) -> Any:
-        """Return a field after checking it."""
         return CHECKS[name](self.called(name), self.raw(name))
 
     def optional(self, name: str) -> Any:

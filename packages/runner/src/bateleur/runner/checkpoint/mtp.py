@@ -50,7 +50,6 @@ def read_mtp(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def _names(theirs: Names, mtp: MtpNames, spec: ModelSpec) -> Names:
-    """Return the weight names of the head. theirs: names of a target with its layers. mtp: names of other weights."""
     stem = embedding_name(theirs).rsplit(".", 2)[0] + "."
     names: Names = {f"{_PREFIX}{mtp.fc}.weight": WeightPart("fc_proj")}
     for name, part in theirs.items():

@@ -251,7 +251,6 @@ def _ask_transformers(path: Path, fields: Mapping[str, Any]) -> Any:
 
 
 def _eos_token_ids(path: Path, spec: ModelSpec) -> tuple[int, ...]:
-    """Return the end-of-sequence ids of config.json and generation_config.json together."""
     by_file = {path / "config.json": spec.eos_token_ids}
     file = path / "generation_config.json"
     if file.is_file():

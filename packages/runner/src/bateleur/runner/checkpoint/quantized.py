@@ -120,7 +120,6 @@ def _common(found: list[tuple[WeightPart, TensorEntry]]) -> Scheme | None:
 
 
 def _scheme(part: WeightPart, entry: TensorEntry) -> Scheme | None:
-    """Return the quantisation scheme of a tensor times the part's factors; None for a plain tensor."""
     if not isinstance(entry, QuantizedEntry):
         return None
     scheme = entry.scheme()

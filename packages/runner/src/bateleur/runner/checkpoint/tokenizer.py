@@ -62,7 +62,6 @@ def with_end_tokens(checkpoint: Checkpoint, tokenizer: Tokenizer) -> Checkpoint:
 
 
 def _named_token(tokenizer: Tokenizer, name: str) -> str:
-    """Return the text of a special token such as `eos_token`; "" if there is none."""
     given = getattr(tokenizer, name, None) or getattr(tokenizer, "init_kwargs", {}).get(name)
     return str(given.get("content", "")) if isinstance(given, dict) else str(given or "")
 
@@ -92,7 +91,6 @@ def _refuse_code(folder: Path, tiktoken: bool) -> None:
 
 
 def _find_fault(folder: Path) -> None:
-    """Raise ValueError that names a known fault in a tokenizer's files, if there is one."""
     if not (folder / "tokenizer.json").is_file():
         raise ValueError(f"{folder}: has no tokenizer.json and no {TIKTOKEN}. {_INSTEAD}")
     for name in ("tokenizer.json", "special_tokens_map.json", "added_tokens.json"):
@@ -138,7 +136,6 @@ def read_without_transformers(folder: Path) -> FileTokenizer | None:
 
 
 def _completed(tokenizer: FileTokenizer, folder: Path, config: Mapping[str, Any]) -> FileTokenizer:
-    """Return the tokenizer with the special tokens and the chat template of its folder."""
     tokenizer.special_tokens_map = {name: _content(config[name]) for name in _NAMED if config.get(name)}
     tokenizer.extra_special_tokens = tuple(_content(each) for name in _LISTED for each in config.get(name) or ())
     file = folder / "chat_template.jinja"

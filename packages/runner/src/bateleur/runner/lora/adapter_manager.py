@@ -41,7 +41,6 @@ class LoRARequest:
     """Folder that PEFT wrote. It is read when the first request uses the adapter."""
 
     def __post_init__(self) -> None:
-        """Check the types. Raises ValueError."""
         text("lora_name", self.lora_name)
         if self.lora_path != "":
             text("lora_path", folder("lora_path", self.lora_path))
@@ -98,7 +97,6 @@ class AdapterPool:
 
 
 def _own(matrix: Tensor, axis: int, cut: Cut) -> Tensor:
-    """Return the rows or columns of a matrix that this rank has."""
     ranges = cut.get(axis)
     return matrix if ranges is None else torch.cat([matrix.narrow(axis, a, b - a) for a, b in ranges], axis)
 

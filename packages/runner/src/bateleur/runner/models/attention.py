@@ -102,7 +102,6 @@ class LatentAttention(CachedAttention):
     """
 
     def __init__(self, spec: LatentLayer, like: Tensor, index: int) -> None:
-        """index: index of the layer's KV cache. like: tensor with the hidden size, dtype and device."""
         super().__init__(spec, index, like)
         self._layer = spec
         heads, hidden = spec.num_heads, like.shape[1]

@@ -53,7 +53,6 @@ def quantized_parts(projection: Projection | GroupedProjection) -> list[Quantize
 
 
 def _first(matrix: QuantizedMatrix) -> QuantizedMatrix:
-    """Return the first of several matrices, or the only one."""
     return matrix.rows(slice(0, 1)).flat() if matrix.codes.ndim == 3 else matrix
 
 

@@ -49,7 +49,6 @@ class Recurrent(ResidualBranch):
         return self.mixer.prefill_into(y, channels_TC, gates, context.mamba_batch, *self._kept(context))
 
     def _kept(self, context: StepContext) -> tuple[tuple[Tensor, Tensor | None], Rings | None]:
-        """Return the layer's conv windows and states, and its rings (inputs of the latest tokens)."""
         return context.states[self._index], context.rings[self._index]
 
 
@@ -57,7 +56,6 @@ class Mamba(Recurrent):
     """Mamba-2 between two projections. The first one computes z | x B C | dt, and z gates the norm of the output."""
 
     def __init__(self, spec: MambaLayer, like: Tensor, index: int, params: tuple[Tensor, ...]) -> None:
-        """like: tensor with hidden size, dtype, device. index: index in the state pool. params: A, D, dt_bias."""
         state, hidden = spec.state, like.shape[1]
         super().__init__(state, like, index, params, conv_bias=spec.conv_bias)
         self.spec = spec
@@ -88,7 +86,6 @@ class Delta(Recurrent):
     """
 
     def __init__(self, spec: DeltaLayer, like: Tensor, index: int, params: tuple[Tensor, ...]) -> None:
-        """like: tensor with hidden size, dtype, device. index: index in the state pool. params: A, dt_bias."""
         state, hidden, rank = spec.state, like.shape[1], spec.rank
         super().__init__(state, like, index, params)
         self.spec = spec
@@ -120,7 +117,6 @@ class GatedConv(Recurrent):
     """Short convolution `out_proj(C * conv(B * x))`; an input projection computes B | C | x."""
 
     def __init__(self, spec: ShortConvLayer, like: Tensor, index: int) -> None:
-        """index: index of the layer's states in the state pool. like: tensor with the hidden size, dtype and device."""
         width = spec.state.channels
         super().__init__(spec.state, like, index, (), conv_bias=spec.bias)
         self.spec = spec

@@ -149,7 +149,6 @@ class CompressedTensorsReader(QuantizedReader):
 
 
 def _index(module: Module, group: int) -> Tensor | None:
-    """Return the scale group of each column, (K,) int32; None if groups are consecutive columns."""
     if "weight_g_idx" not in module:
         return None
     index = module["weight_g_idx"].mapped()

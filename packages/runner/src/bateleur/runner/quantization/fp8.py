@@ -37,7 +37,6 @@ class Fp8Reader(QuantizedReader):
         return QuantizedMatrix(self.scheme(module), shape[-1], module.e4m3("weight"), scales)
 
     def _scales(self, module: Module) -> tuple[str, Block]:
-        """Return the name of the scales, and the rows and columns of a block."""
         return ("weight_scale_inv" if "weight_scale_inv" in module else "weight_scale"), self._block
 
 

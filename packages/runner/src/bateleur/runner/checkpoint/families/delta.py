@@ -98,8 +98,6 @@ def _channels(layer: DeltaLayer) -> tuple[int, int, int]:
 
 
 def _qwen_blocks(fields: ConfigFields) -> tuple[Layer, ...]:
-    """Return a gated delta net or gated attention for each of `layer_types`."""
-
     def attention() -> Layer:
         if fields.raw("attn_output_gate") is False:
             raise ValueError("attn_output_gate is False; supported is True")
@@ -111,7 +109,6 @@ def _qwen_blocks(fields: ConfigFields) -> tuple[Layer, ...]:
 
 
 def _qwen_experts(fields: ConfigFields, *, normalised: bool = True) -> ExpertsLayer:
-    """Return experts with a softmax router, and a shared expert with a gate."""
     shared = MlpLayer(fields["shared_expert_intermediate_size"])
     return read_experts(fields, RouterSpec(normalised=normalised), shared=shared, shared_gate=True)
 

@@ -159,8 +159,6 @@ _UNREAD = (
 
 
 def _nemotron_h(fields: ConfigFields, listed: str = "layers_block_type") -> ModelSpec:
-    """Read the model whose kinds of layers are in the field `listed`."""
-
     def mamba() -> Layer:
         dtype = fields.choice("mamba_ssm_cache_dtype", ("float32", "float16", "bfloat16"))
         # transformers clamps dt to (time_step_min, inf) and leaves `time_step_limit` unread; logits agree with it.
@@ -253,8 +251,6 @@ _LFM2_RENAMED = {
 
 
 def _lfm2_blocks(fields: ConfigFields) -> tuple[Layer, ...]:
-    """Return the convolution or attention of each layer."""
-
     def conv() -> Layer:
         state = ShortConv(fields["hidden_size"], conv_width=fields["conv_L_cache"])
         return ShortConvLayer(state, _LFM2_CHUNK, fields["conv_bias"])

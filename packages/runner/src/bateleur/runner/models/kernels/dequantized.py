@@ -106,16 +106,6 @@ def dequantize(matrix: QuantizedMatrix, constants: Mapping[str, Any], into: Tens
     )  # fmt: skip
 
 
-def multiply(x: Tensor, weight: Tensor, parts: tuple[int, int], bias: Tensor | None, y: Tensor) -> None:
-    """Write `x W^T + b` to y (T, N), for x (T, K) and dequantised weights (N, PADDED). parts: from `quantized.cut`."""
-    (tokens, columns), (rows, padded) = x.shape, weight.shape
-    options = tile_options()
-    dense_kernel[(cdiv(rows, options["BLOCK_N"]) * cdiv(tokens, options["BLOCK_T"]),)](
-        x, weight, bias, y, tokens, x.stride(0), y.stride(0),
-        ROWS=rows, DEPTH=columns, PADDED=padded, PARTS=parts[0], PART=parts[1], **options,
-    )  # fmt: skip
-
-
 def linear(
     x: Tensor,
     matrix: QuantizedMatrix,
@@ -124,13 +114,16 @@ def linear(
     bias: Tensor | None,
     y: Tensor,
 ) -> None:
-    """Write `x W^T + b` to y (T, N), for x (T, K) in half precision, by WORKSPACE dequantised weights at once."""
-    rows, columns = matrix.shape
+    """Write `x W^T + b` to y (T, N) for half precision x, WORKSPACE weights at once. parts: from `quantized.cut`."""
+    (tokens, columns), (rows, _), options = x.shape, matrix.shape, tile_options()
     padded = cdiv(columns, BLOCK) * BLOCK
     step = cdiv(cdiv(rows, cdiv(rows * padded, WORKSPACE)), 128) * 128
     weight = x.new_empty(min(step, rows), padded)
     for first in range(0, rows, step):
         tile = slice(first, min(first + step, rows))
-        own = weight[: tile.stop - first]
+        own, out = weight[: tile.stop - first], y[:, tile]
         dequantize(matrix.rows(tile), constants, own)
-        multiply(x, own, parts, None if bias is None else bias[tile], y[:, tile])
+        dense_kernel[(cdiv(len(own), options["BLOCK_N"]) * cdiv(tokens, options["BLOCK_T"]),)](
+            x, own, None if bias is None else bias[tile], out, tokens, x.stride(0), out.stride(0),
+            ROWS=len(own), DEPTH=columns, PADDED=padded, PARTS=parts[0], PART=parts[1], **options,
+        )  # fmt: skip
