@@ -206,9 +206,7 @@ class ExpertNames:
         return found
 
 
-Mixers = Mapping[type[SingleLayer], Called | ExpertNames]
-"""Names of branches by their type."""
-_MIXERS: Mixers = {
+_MIXERS: Mapping[type[SingleLayer], Called | ExpertNames] = {
     AttentionLayer: ("self_attn", "input_layernorm"),
     MambaLayer: ("mamba", "input_layernorm"),
     ExpertsLayer: ExpertNames(),

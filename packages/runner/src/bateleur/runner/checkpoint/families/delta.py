@@ -18,7 +18,6 @@ from bateleur.runner.checkpoint.families.base import (
 from bateleur.runner.checkpoint.fields import ConfigFields
 from bateleur.runner.checkpoint.names import (
     ExpertNames,
-    Mixers,
     Names,
     StorageForm,
     WeightPart,
@@ -130,8 +129,7 @@ def _qwen3_next(fields: ConfigFields) -> ModelSpec:
 def _qwen_names(spec: ModelSpec, sources: Mapping[str, str], *, packed: bool = False) -> Names:
     """Return the weight names of a decoder. sources, packed: see `_delta_names`."""
     names = partial(_delta_names, sources=sources, packed=packed)
-    mixers: Mixers = {DeltaLayer: ("linear_attn", "input_layernorm", names)}
-    return norms_less_one(weight_names(spec, mixers=mixers))
+    return norms_less_one(weight_names(spec, mixers={DeltaLayer: ("linear_attn", "input_layernorm", names)}))
 
 
 def _mtp_layers(fields: ConfigFields, spec: ModelSpec) -> tuple[tuple[Layer, ...], int]:
@@ -178,7 +176,6 @@ def _olmo_delta_names(layer: DeltaLayer) -> Names:
 
 def _olmo_hybrid_names(spec: ModelSpec) -> Names:
     """Return all weight names, with OLMo's names of norms; the names that transformers saves are in `instead`."""
-    mixers: Mixers = {DeltaLayer: ("linear_attn", "input_layernorm", _olmo_delta_names)}
     named: Names = {}
     before = {
         "input_layernorm": ("attention_layer_norm", "input_layernorm"),
@@ -188,7 +185,8 @@ def _olmo_hybrid_names(spec: ModelSpec) -> Names:
         "input_layernorm": ("post_attention_layernorm", "feedforward_layer_norm"),
         "post_attention_layernorm": ("post_feedforward_layernorm",),
     }
-    for name, part in weight_names(spec, mixers=mixers).items():
+    usual = weight_names(spec, mixers={DeltaLayer: ("linear_attn", "input_layernorm", _olmo_delta_names)})
+    for name, part in usual.items():
         layer, _, norm = name.removesuffix(".weight").rpartition(".")
         if norm not in before:
             named[name] = part
@@ -277,12 +275,8 @@ def _latent_names(layer: LatentLayer) -> Names:
 
 
 def _kimi_names(spec: ModelSpec) -> Names:
-    mixers: Mixers = {
-        DeltaLayer: ("self_attn", "input_layernorm", _kimi_delta_names),
-        LatentLayer: ("self_attn", "input_layernorm", _latent_names),
-        ExpertsLayer: _EXPERTS,
-    }
-    names = weight_names(spec, mixers=mixers)
+    delta, latent = (("self_attn", "input_layernorm", names) for names in (_kimi_delta_names, _latent_names))
+    names = weight_names(spec, mixers={DeltaLayer: delta, LatentLayer: latent, ExpertsLayer: _EXPERTS})
     # transformers writes the dense layers, too, under the name of the experts.
     return {
         name: replace(part, instead={name.replace(".mlp.", f".{_EXPERTS.branch}."): part}) if ".mlp." in name else part

@@ -20,7 +20,6 @@ from bateleur.runner.checkpoint.families.base import (
 from bateleur.runner.checkpoint.fields import ConfigFields
 from bateleur.runner.checkpoint.names import (
     ExpertNames,
-    Mixers,
     Names,
     StorageForm,
     WeightPart,
@@ -296,12 +295,13 @@ def _short_conv_names(layer: ShortConvLayer) -> Names:
 
 
 def _lfm2_names(spec: ModelSpec) -> Names:
-    mixers: Mixers = {
-        AttentionLayer: ("self_attn", "operator_norm"),
-        ShortConvLayer: ("conv", "operator_norm", _short_conv_names),
-        ExpertsLayer: _LFM2_EXPERTS,
-    }
-    names = weight_names(spec, ("feed_forward", "ffn_norm"), mixers, final_norm="embedding_norm")
+    conv = ("conv", "operator_norm", _short_conv_names)
+    names = weight_names(
+        spec,
+        ("feed_forward", "ffn_norm"),
+        {AttentionLayer: ("self_attn", "operator_norm"), ShortConvLayer: conv, ExpertsLayer: _LFM2_EXPERTS},
+        final_norm="embedding_norm",
+    )
     for ours, theirs in _LFM2_RENAMED.items():
         names = {name.replace(ours, theirs): part for name, part in names.items()}
     return names
