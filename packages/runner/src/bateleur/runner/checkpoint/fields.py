@@ -1,17 +1,17 @@
 """Reads a Hugging Face configuration. Errors name the field, its value and the rule."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from bateleur.mamba import Mamba2
 from bateleur.runner.checkpoint.field_rules import CHECKS, ROPE_NEEDS, limits_of_dt, token_ids
 from bateleur.runner.models.rope import DynamicRope, LongRope, RopeSpec
-from bateleur.runner.models.spec import AttentionLayer, Layer, MambaLayer, ModelSpec
-from bateleur.runner.utils.arguments import maybe, refuse
+from bateleur.runner.models.spec import AttentionLayer, ExpertsLayer, Layer, MambaLayer, MlpLayer, ModelSpec, RouterSpec
+from bateleur.runner.utils.arguments import Integer, maybe, refuse
 
 MAMBA_FIELDS = (
     "hidden_act mamba_n_heads mamba_d_head mamba_d_state mamba_n_groups mamba_d_conv mamba_chunk_size mamba_conv_bias "
@@ -19,6 +19,16 @@ MAMBA_FIELDS = (
 )
 """Fields of a Mamba layer in most files: activation, numbers and sizes of heads, state size, groups, convolution width,
 chunk size, biases of convolution and projections, epsilon."""
+
+
+_FIELDS = {"num_experts": "num_experts", "top_k": "num_experts_per_tok", "intermediate_size": "moe_intermediate_size"}
+LOCAL_FIELDS = {"num_experts": "num_local_experts", "intermediate_size": "intermediate_size"}
+"""Fields of GraniteMoeHybrid and gpt-oss."""
+_SCORES = ("scoring_func", "moe_router_activation_func")
+"""Fields of some files that transformers does not read."""
+WINDOW_KINDS = ("full_attention", "sliding_attention")
+"""Supported values of `layer_types` of attention with sliding windows."""
+L = TypeVar("L", bound=Layer)
 
 
 class ConfigFields:
@@ -99,6 +109,85 @@ class ConfigFields:
         low, high = limits or maybe(limits_of_dt)("time_step_limit", self.raw("time_step_limit")) or (0.0, math.inf)
         state = Mamba2(self[heads], self[head_dim], self[state_size], self[groups], conv_width=self[width])
         return MambaLayer(replace(state, dt_min=low, dt_max=high, ssm_dtype=dtype), *(self[name] for name in others))
+
+    def gated_mlp(self) -> MlpLayer:
+        """Read a gated MLP from Llama's field names. Without a field `mlp_bias` there are no biases."""
+        self.choice("hidden_act", ("silu",))
+        return MlpLayer(self["intermediate_size"], bias=self.optional("mlp_bias") or False)
+
+    def granite_multipliers(self) -> dict[str, Any]:
+        """Read Granite's multipliers of embeddings, branches and logits, as arguments of `ModelSpec`."""
+        return {
+            "embedding_multiplier": self["embedding_multiplier"],
+            "residual_multiplier": self["residual_multiplier"],
+            "logits_divisor": self["logits_scaling"],
+        }
+
+    def layers(self, listed: str, readers: Mapping[str, Callable[[], L]]) -> tuple[L, ...]:
+        """Return a branch for each entry of the field `listed`, made by the function of `readers` for this entry."""
+        kinds = self.raw(listed) or ()
+        for i, kind in enumerate(kinds):
+            if kind not in readers:
+                raise ValueError(f"{listed}[{i}] is {kind!r}; supported are {', '.join(readers)}")
+        made = {kind: readers[kind]() for kind in dict.fromkeys(kinds)}
+        return tuple(made[kind] for kind in kinds)
+
+    def windows(self, attention: AttentionLayer, **windowed: Any) -> tuple[AttentionLayer, ...]:
+        """Return a layer for each of `layer_types`. windowed: fields that differ in sliding-window layers."""
+
+        def sliding() -> AttentionLayer:
+            return replace(attention, sliding_window=self["sliding_window"], **windowed)
+
+        return self.layers("layer_types", {"full_attention": lambda: attention, "sliding_attention": sliding})
+
+    def at_least_1(self, name: str) -> int:
+        """Return a size field. Raises ValueError for 0, which configurations of models without experts have."""
+        return Integer(1)(self.called(name), self[name])
+
+    def experts(self, router: RouterSpec, names: Mapping[str, str] = {}, **more: Any) -> ExpertsLayer:
+        """Read a layer of experts. names: config fields of sizes, if not `_FIELDS`. more: arguments of `ExpertsLayer`.
+
+        Raises ValueError if the configuration has other scores than the router, or more experts per token than exist.
+        """
+        for name in _SCORES:
+            if self.raw(name) is not None:
+                self.choice(name, (router.scores,))
+        names = {**_FIELDS, **names}
+        sizes: dict[str, Any] = {ours: self.at_least_1(name) for ours, name in names.items()}
+        top, among = sizes["top_k"], sizes["num_experts"]
+        most = among // router.num_groups * router.top_groups
+        if top > most:
+            of, named, tops = (self.called(name) for name in (names["num_experts"], "n_group", names["top_k"]))
+            groups = f"topk_group = {router.top_groups} of {named} = {router.num_groups} groups of "
+            where = f"{groups if router.num_groups > 1 else ''}{of} = {among}"
+            raise ValueError(f"{tops} is {top}; it must be at most {most}: {where}")
+        return ExpertsLayer(**sizes, router=router, **more)
+
+    def sparse_layers(self, count: int, mlp: MlpLayer, experts: ExpertsLayer) -> tuple[Layer, ...]:
+        """Return `count` branches: `mlp` in `mlp_only_layers` and off `decoder_sparse_step`, else `experts`."""
+        dense, step = self["mlp_only_layers"], self["decoder_sparse_step"]
+        if bad := [i for i in dense if i >= count]:
+            raise ValueError(f"mlp_only_layers holds {bad[0]}; it must be in [0, num_hidden_layers = {count})")
+        return tuple(mlp if i in dense or (i + 1) % step else experts for i in range(count))
+
+    def sigmoid_router(self, num_experts: str) -> RouterSpec:
+        """Read the router of NemotronH and Kimi. num_experts: name of the field with the number of experts."""
+        count, groups, top = (self.at_least_1(name) for name in (num_experts, "n_group", "topk_group"))
+        self.divides("n_group", num_experts)
+        if top > groups:
+            raise ValueError(f"topk_group is {top}; it must be at most {self.called('n_group')} = {groups}")
+        if groups > 1 and count < 2 * groups:
+            of = self.called(num_experts)
+            raise ValueError(f"{self.called('n_group')} is {groups}; a group needs two of {of} = {count}")
+        return RouterSpec(
+            scores="sigmoid",
+            normalised=self["norm_topk_prob"],
+            sum_eps=1e-20,
+            scale=self["routed_scaling_factor"],
+            corrected=True,
+            num_groups=groups,
+            top_groups=top,
+        )
 
     def model(
         self,

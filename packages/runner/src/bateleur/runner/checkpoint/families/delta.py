@@ -6,15 +6,7 @@ from functools import partial
 from itertools import accumulate, pairwise
 
 from bateleur.mamba import GatedDelta, KimiDelta
-from bateleur.runner.checkpoint.families.base import (
-    Family,
-    MtpNames,
-    at_least_1,
-    read_experts,
-    read_layers,
-    sigmoid_router,
-    sparse_layers,
-)
+from bateleur.runner.checkpoint.families.base import Family, MtpNames
 from bateleur.runner.checkpoint.fields import ConfigFields
 from bateleur.runner.checkpoint.names import (
     ExpertNames,
@@ -104,12 +96,12 @@ def _qwen_blocks(fields: ConfigFields) -> tuple[Layer, ...]:
 
     fields.choice("hidden_act", ("silu",))
     delta = partial(_gated_delta, fields, fields["rms_norm_eps"])
-    return read_layers(fields, "layer_types", {"linear_attention": delta, "full_attention": attention})
+    return fields.layers("layer_types", {"linear_attention": delta, "full_attention": attention})
 
 
 def _qwen_experts(fields: ConfigFields, *, normalised: bool = True) -> ExpertsLayer:
     shared = MlpLayer(fields["shared_expert_intermediate_size"])
-    return read_experts(fields, RouterSpec(normalised=normalised), shared=shared, shared_gate=True)
+    return fields.experts(RouterSpec(normalised=normalised), shared=shared, shared_gate=True)
 
 
 def _qwen3_5(fields: ConfigFields) -> ModelSpec:
@@ -122,7 +114,7 @@ def _qwen3_5_moe(fields: ConfigFields) -> ModelSpec:
 
 def _qwen3_next(fields: ConfigFields) -> ModelSpec:
     blocks, experts = _qwen_blocks(fields), _qwen_experts(fields, normalised=fields["norm_topk_prob"])
-    branches = sparse_layers(fields, len(blocks), MlpLayer(fields["intermediate_size"]), experts)
+    branches = fields.sparse_layers(len(blocks), MlpLayer(fields["intermediate_size"]), experts)
     return fields.model(blocks, branches, exact_norms=True)
 
 
@@ -164,7 +156,7 @@ def _olmo_hybrid(fields: ConfigFields) -> ModelSpec:
         made = fields.attention(rope=rope, qk_norm_eps=fields["rms_norm_eps"], qk_norm_whole=True)
         return ParallelLayer((made,), norm_last=True)
 
-    blocks = read_layers(fields, "layer_types", {"linear_attention": delta, "full_attention": attention})
+    blocks = fields.layers("layer_types", {"linear_attention": delta, "full_attention": attention})
     after = ParallelLayer((mlp,), norm_last=True)
     return fields.model(blocks, [after if isinstance(block, ParallelLayer) else mlp for block in blocks])
 
@@ -216,16 +208,14 @@ def _kimi_linear(fields: ConfigFields) -> ModelSpec:
         return DeltaLayer(state, _CHUNK, fields["rms_norm_eps"], gate_activation="sigmoid", rank=size)
 
     def sparse() -> Layer:
-        shared = MlpLayer(at_least_1(fields, "moe_intermediate_size") * fields["num_shared_experts"])
-        router = sigmoid_router(fields, "num_experts")
-        return read_experts(fields, router, {"top_k": "num_experts_per_token"}, shared=shared)
+        shared = MlpLayer(fields.at_least_1("moe_intermediate_size") * fields["num_shared_experts"])
+        router = fields.sigmoid_router("num_experts")
+        return fields.experts(router, {"top_k": "num_experts_per_token"}, shared=shared)
 
     fields.choice("hidden_act", ("silu",))
     return fields.model(
-        read_layers(fields, "layer_types", {"linear_attention": delta, "full_attention": partial(_latent, fields)}),
-        read_layers(
-            fields, "mlp_layer_types", {"dense": lambda: MlpLayer(fields["intermediate_size"]), "sparse": sparse}
-        ),
+        fields.layers("layer_types", {"linear_attention": delta, "full_attention": partial(_latent, fields)}),
+        fields.layers("mlp_layer_types", {"dense": lambda: MlpLayer(fields["intermediate_size"]), "sparse": sparse}),
     )
 
 

@@ -4,18 +4,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from bateleur.runner.checkpoint.families.base import (
-    INERT,
-    LOCAL_FIELDS,
-    WINDOW_KINDS,
-    Family,
-    gated_mlp,
-    granite_multipliers,
-    read_experts,
-    read_windows,
-    sparse_layers,
-)
-from bateleur.runner.checkpoint.fields import ConfigFields
+from bateleur.runner.checkpoint.families.base import INERT, Family
+from bateleur.runner.checkpoint.fields import LOCAL_FIELDS, WINDOW_KINDS, ConfigFields
 from bateleur.runner.checkpoint.names import ExpertNames, Names, WeightPart, norms_less_one, weight_names, whole
 from bateleur.runner.models.spec import AttentionLayer, ExpertsLayer, MlpLayer, ModelSpec, ParallelLayer, RouterSpec
 from bateleur.runner.utils.arguments import refuse
@@ -27,7 +17,7 @@ _READ = (
 
 
 def _equal_layers(fields: ConfigFields, attention: AttentionLayer, **multipliers: Any) -> ModelSpec:
-    return fields.model((attention,) * fields["num_hidden_layers"], gated_mlp(fields), **multipliers)
+    return fields.model((attention,) * fields["num_hidden_layers"], fields.gated_mlp(), **multipliers)
 
 
 def _llama(fields: ConfigFields) -> ModelSpec:
@@ -41,7 +31,7 @@ def _mistral(fields: ConfigFields) -> ModelSpec:
 
 def _granite(fields: ConfigFields) -> ModelSpec:
     """Llama with multipliers of embeddings, scores, branches and logits."""
-    return _equal_layers(fields, fields.attention(scale=fields["attention_multiplier"]), **granite_multipliers(fields))
+    return _equal_layers(fields, fields.attention(scale=fields["attention_multiplier"]), **fields.granite_multipliers())
 
 
 def _phi3(fields: ConfigFields) -> ModelSpec:
@@ -52,42 +42,42 @@ def _phi3(fields: ConfigFields) -> ModelSpec:
 
 def _qwen2(fields: ConfigFields) -> ModelSpec:
     """Qwen2 and Qwen2.5: Llama with biases of queries, keys and values, and a sliding window in some layers."""
-    return fields.model(read_windows(fields, fields.attention(bias=True, o_bias=False)), gated_mlp(fields))
+    return fields.model(fields.windows(fields.attention(bias=True, o_bias=False)), fields.gated_mlp())
 
 
 def _qwen3(fields: ConfigFields) -> ModelSpec:
     """Llama with a norm of each head of queries and keys, and a sliding window in some layers."""
-    return fields.model(read_windows(fields, fields.attention(qk_norm_eps=fields["rms_norm_eps"])), gated_mlp(fields))
+    return fields.model(fields.windows(fields.attention(qk_norm_eps=fields["rms_norm_eps"])), fields.gated_mlp())
 
 
 def _qwen3_moe(fields: ConfigFields) -> ModelSpec:
     """Qwen3's attention, with one sliding window or none, then experts or a gated MLP."""
     window, count = fields.optional("sliding_window"), fields["num_hidden_layers"]
     attention = fields.attention(qk_norm_eps=fields["rms_norm_eps"], sliding_window=window)
-    experts = read_experts(fields, RouterSpec(normalised=fields["norm_topk_prob"]))
-    return fields.model((attention,) * count, sparse_layers(fields, count, gated_mlp(fields), experts))
+    experts = fields.experts(RouterSpec(normalised=fields["norm_topk_prob"]))
+    return fields.model((attention,) * count, fields.sparse_layers(count, fields.gated_mlp(), experts))
 
 
 def _smollm3(fields: ConfigFields) -> ModelSpec:
     """Llama, in which some layers have no rotary embedding, and some may have a sliding window."""
-    blocks, rotary = read_windows(fields, fields.attention()), fields["no_rope_layers"]
+    blocks, rotary = fields.windows(fields.attention()), fields["no_rope_layers"]
     if len(rotary) < len(blocks):
         raise ValueError(f"no_rope_layers has {len(rotary)} entries; it must have num_hidden_layers = {len(blocks)}")
     blocks = tuple(block if rotary[i] else replace(block, rope=None) for i, block in enumerate(blocks))
-    return fields.model(blocks, gated_mlp(fields))
+    return fields.model(blocks, fields.gated_mlp())
 
 
 def _alternating(fields: ConfigFields, **attention: Any) -> tuple[AttentionLayer, ...]:
     """Return attention with norms of queries and keys, and rotary parameters of their own in sliding-window layers."""
     rope, windowed = (fields.rope(layer_type=kind) for kind in WINDOW_KINDS)
     full = fields.attention(rope=rope, qk_norm_eps=fields["rms_norm_eps"], **attention)
-    return read_windows(fields, full, rope=windowed)
+    return fields.windows(full, rope=windowed)
 
 
 def _olmo3(fields: ConfigFields) -> ModelSpec:
     """Llama with a sliding window in most layers, and norms after the branches."""
     blocks = _alternating(fields, qk_norm_whole=True)
-    mlp = ParallelLayer((gated_mlp(fields),), norm_last=True)
+    mlp = ParallelLayer((fields.gated_mlp(),), norm_last=True)
     return fields.model([ParallelLayer((block,), norm_last=True) for block in blocks], mlp)
 
 
@@ -127,8 +117,8 @@ def _gpt_oss(fields: ConfigFields) -> ModelSpec:
         if fields.raw(name) not in (None, value):
             refuse(name, fields.raw(name), f"{value}: another activation is not supported")
     attention = fields.attention(sinks=True)
-    experts = read_experts(fields, RouterSpec(bias=True), LOCAL_FIELDS, bias=True, activation="clamped_swiglu")
-    return fields.model(read_windows(fields, attention), experts)
+    experts = fields.experts(RouterSpec(bias=True), LOCAL_FIELDS, bias=True, activation="clamped_swiglu")
+    return fields.model(fields.windows(attention), experts)
 
 
 def _gpt_oss_names(spec: ModelSpec) -> Names:

@@ -6,18 +6,8 @@ from functools import partial
 from typing import cast
 
 from bateleur.mamba import ShortConv
-from bateleur.runner.checkpoint.families.base import (
-    INERT,
-    LOCAL_FIELDS,
-    Family,
-    MtpNames,
-    gated_mlp,
-    granite_multipliers,
-    read_experts,
-    read_layers,
-    sigmoid_router,
-)
-from bateleur.runner.checkpoint.fields import ConfigFields
+from bateleur.runner.checkpoint.families.base import INERT, Family, MtpNames
+from bateleur.runner.checkpoint.fields import LOCAL_FIELDS, ConfigFields
 from bateleur.runner.checkpoint.names import (
     ExpertNames,
     Names,
@@ -51,7 +41,7 @@ def _bamba(fields: ConfigFields) -> ModelSpec:
     if bad := [i for i in indices if not 0 <= i < num_layers]:
         raise ValueError(f"attn_layer_indices holds {bad[0]}; it must be in [0, num_hidden_layers = {num_layers})")
     attention, mamba = fields.attention(rope=fields.rope(partial=True)), fields.mamba()
-    return fields.model([attention if i in indices else mamba for i in range(num_layers)], gated_mlp(fields))
+    return fields.model([attention if i in indices else mamba for i in range(num_layers)], fields.gated_mlp())
 
 
 _feed_forward_names = partial(weight_names, mlp=("feed_forward", "pre_ff_layernorm"), final_norm="final_layernorm")
@@ -74,7 +64,7 @@ def _falcon_h1(fields: ConfigFields) -> ModelSpec:
     outward = (fields["ssm_out_multiplier"], fields["attention_out_multiplier"] * inward)
     return fields.model(
         (ParallelLayer((mamba, attention), outward),) * fields["num_hidden_layers"],
-        ParallelLayer((gated_mlp(fields),), (fields["mlp_multipliers"][1],)),
+        ParallelLayer((fields.gated_mlp(),), (fields["mlp_multipliers"][1],)),
         embedding_multiplier=fields["embedding_multiplier"],
         logits_divisor=1.0 / fields["lm_head_multiplier"],
     )
@@ -119,15 +109,15 @@ def _granitemoehybrid(fields: ConfigFields) -> ModelSpec:
     fields.choice("hidden_act", ("silu",))
     mlp: Layer = (shared := MlpLayer(fields["shared_intermediate_size"]))
     if fields["num_local_experts"]:
-        mlp = read_experts(fields, RouterSpec(), LOCAL_FIELDS, shared=shared)
+        mlp = fields.experts(RouterSpec(), LOCAL_FIELDS, shared=shared)
 
     def attention() -> Layer:
         # Anything but "rope" means no position code at all: the Mamba layers carry the order.
         rope = fields.rope() if fields.raw("position_embedding_type") == "rope" else None
         return fields.attention(rope=rope, scale=fields["attention_multiplier"])
 
-    blocks = read_layers(fields, "layer_types", {"full_attention": attention, "linear_attention": fields.mamba})
-    return fields.model(blocks, mlp, **granite_multipliers(fields))
+    blocks = fields.layers("layer_types", {"full_attention": attention, "linear_attention": fields.mamba})
+    return fields.model(blocks, mlp, **fields.granite_multipliers())
 
 
 # --- NemotronH: one branch per layer (Mamba-2, attention without rotary embedding, an ungated MLP or experts) ------
@@ -169,9 +159,8 @@ def _nemotron_h(fields: ConfigFields, listed: str = "layers_block_type") -> Mode
 
     def experts() -> Layer:
         shared = mlp("moe_shared_expert_intermediate_size")
-        return read_experts(
-            fields,
-            sigmoid_router(fields, "n_routed_experts"),
+        return fields.experts(
+            fields.sigmoid_router("n_routed_experts"),
             {"num_experts": "n_routed_experts"},
             activation=shared.activation,
             gated=False,
@@ -185,7 +174,7 @@ def _nemotron_h(fields: ConfigFields, listed: str = "layers_block_type") -> Mode
         return fields.attention(rope=None, bias=False)
 
     readers = {"linear_attention": mamba, "full_attention": attention, "mlp": mlp, "moe": experts}
-    layers, wide = read_layers(fields, listed, readers), fields["residual_in_fp32"]
+    layers, wide = fields.layers(listed, readers), fields["residual_in_fp32"]
     return fields.model(layers, norm_eps="layer_norm_epsilon", residual_in_fp32=wide)
 
 
@@ -257,7 +246,7 @@ def _lfm2_blocks(fields: ConfigFields) -> tuple[Layer, ...]:
     def attention() -> Layer:
         return fields.attention(bias=False, qk_norm_eps=fields["norm_eps"])
 
-    return read_layers(fields, "layer_types", {"conv": conv, "full_attention": attention})
+    return fields.layers("layer_types", {"conv": conv, "full_attention": attention})
 
 
 def _lfm2_mlp_size(fields: ConfigFields) -> int:
@@ -282,7 +271,7 @@ def _lfm2_moe(fields: ConfigFields) -> ModelSpec:
         scale=fields["routed_scaling_factor"],
         corrected=fields["use_expert_bias"],
     )
-    experts, blocks = read_experts(fields, router), _lfm2_blocks(fields)
+    experts, blocks = fields.experts(router), _lfm2_blocks(fields)
     branches = [mlp if i < fields["num_dense_layers"] else experts for i in range(len(blocks))]
     return fields.model(blocks, branches, norm_eps="norm_eps")
 
