@@ -1,4 +1,4 @@
-"""The declaration of a model family, and functions that read the layers of most families."""
+"""The declaration of a model family."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
