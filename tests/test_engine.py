@@ -246,7 +246,7 @@ def test_every_step_is_decided_and_counted(make_llm: Callable[..., LLM]) -> None
     llm = make_llm()
     llm.generate(PROMPTS, GREEDY)
     decisions = llm.engine.runner.graphs.decisions
-    assert decisions.total == llm.get_metrics().num_steps > 0
+    assert decisions.by_reason.total() == llm.get_metrics().num_steps > 0
     assert [str(why) for why in decisions.by_reason] == ["eager: the dispatcher has no graphs"]
 
 

@@ -111,7 +111,7 @@ def test_recorded_graphs_give_the_tokens_of_eager_steps(
     assert ids(llm.generate(PROMPTS[::-1], SAMPLED[::-1])) == eager_tokens[::-1]
     decisions = llm.engine.runner.graphs.decisions
     assert set(decisions.by_reason) == expected
-    assert decisions.total == llm.get_metrics().num_steps
+    assert decisions.by_reason.total() == llm.get_metrics().num_steps
     assert decisions.num_pad_tokens > 0
 
 

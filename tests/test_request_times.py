@@ -32,7 +32,7 @@ def test_times_of_a_request_are_in_order_and_all_are_counted(llm: LLM) -> None:
     assert spread.inter_token_latency_seconds.total == pytest.approx(decoded)
     stats = llm.get_metrics()
     assert stats.finished == {"length": 4}
-    assert spread.iteration_tokens.count == stats.num_steps == stats.decisions.total
+    assert spread.iteration_tokens.count == stats.num_steps == stats.decisions.by_reason.total()
     assert (stats.num_running, stats.num_waiting, stats.kv_cache_usage) == (0, 0, 0.0)
 
 

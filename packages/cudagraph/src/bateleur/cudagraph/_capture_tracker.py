@@ -20,11 +20,6 @@ from bateleur.cudagraph.backends.base import Graph
 from bateleur.cudagraph.batch_descriptor import BatchExecutionDescriptor
 from bateleur.cudagraph.errors import CaptureError, GraphError, HostSync
 
-_HOST_DATA = (
-    "a tensor was made of host data. On CUDA that is a copy from pageable memory, which no graph can hold: make it "
-    "before the capture, or on the device with torch.full, torch.arange or fill_"
-)
-
 _OTHER_GRAPH = (
     "the body uses memory of another graph of the same backend, such as an output. This capture may get the same "
     "memory: copy the output before, or capture with a backend object of its own"
@@ -83,9 +78,8 @@ class CaptureTracker(TorchDispatchMode):
 
         The pool may give the memory to a later operator or a later capture. That is safe for two reasons:
 
-        * Within one captured body, a replay runs graphs and eager parts on one stream, in the order of the capture, and
-          the pool reuses memory in the same order. The arguments of an eager part stay allocated until its result is
-          allocated, so that the part reads them before a later operator overwrites them.
+        * Within one captured body, a replay runs in the order of the capture, and the pool reuses memory in the same
+          order. The arguments of an eager part stay allocated until its result is allocated.
         * Between captured bodies, a replay reads memory of the pool only after it has written it. An output is
           therefore valid only until the next replay of any graph of the pool. `_track` refuses a capture that reads
           such a view of another body, because the capture might get the same memory.
@@ -152,7 +146,10 @@ class CaptureTracker(TorchDispatchMode):
             if result is not NotImplemented:
                 return result
         if func is torch.ops.aten.lift_fresh.default and args[0].device == self._device:
-            raise self.refuse(_HOST_DATA)
+            raise self.refuse(
+                "a tensor was made of host data. On CUDA that is a copy from pageable memory, which no graph can hold: "
+                "make it before the capture, or on the device with torch.full, torch.arange or fill_"
+            )
         if waits_for_device(func, args, kwargs, self._on_device):
             raise self.refuse_read(str(func))
         return self._call(func, args, kwargs)

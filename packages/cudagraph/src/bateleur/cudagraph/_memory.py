@@ -12,11 +12,8 @@ from bateleur.cudagraph.errors import AddressMoved, DanglingExternal
 
 @dataclass(eq=False, slots=True)
 class ExternalMemory:
-    """A storage that a graph reads or writes and does not own, such as weights, caches and staged buffers.
-
-    Attributes:
-        shape, dtype: those of the first tensor through which the capture used the storage.
-        mutated: whether the graph writes to it.
+    """A storage that a graph reads or writes (``mutated``) and does not own: weights, caches, staged buffers. Shape and
+    dtype are those of the first tensor through which the capture used it.
     """
 
     address: int
@@ -31,12 +28,9 @@ class ExternalMemory:
 
 @dataclass(eq=False, slots=True)
 class TrackedStorage(ExternalMemory):
-    """One storage that a capture used.
+    """One storage that a capture used, ``owned`` if an operator of the capture allocated it.
 
-    Attributes:
-        ref: weak reference to the storage. torch keeps one Python object per storage while any tensor views it, so
-            the reference dies exactly when the memory is freed.
-        owned: whether an operator of the capture allocated it.
+    torch keeps one Python object per storage while any tensor views it, so ``ref`` dies when the memory is freed.
     """
 
     ref: weakref.ref[UntypedStorage]
@@ -44,10 +38,8 @@ class TrackedStorage(ExternalMemory):
 
 
 class TrackedMemory:
-    """The storages that a capture used, each once, in order of first use.
-
-    A storage is owned if an operator of the capture allocated it, else it is external. Owned memory returns to the
-    pool when the body drops it. A replay uses it through views that do not own it, see `CaptureTracker.non_owning`.
+    """The storages that a capture used, in order of first use. Owned memory returns to the pool when the body drops it.
+    A replay uses it through views that do not own it, see `CaptureTracker.non_owning`.
     """
 
     def __init__(self) -> None:

@@ -12,13 +12,11 @@ Variant = tuple[int | str, ...]
 @total_ordering
 @dataclass(frozen=True, slots=True)
 class BatchExecutionDescriptor:
-    """The padded batch shape that one graph was captured for. It is the key of the graph.
-
-    Descriptors are ordered by mode (PIECEWISE first), then by size.
+    """The padded batch shape that one graph was captured for, and the key of the graph. Ordered by mode (PIECEWISE
+    first), then by size.
 
     Attributes:
         mode: PIECEWISE or FULL.
-        num_tokens: tokens of the padded batch.
         num_reqs: requests of the padded batch. None if requests are not padded (PIECEWISE).
         uniform_query_len: tokens of every request. None if requests may have different numbers of tokens.
         max_query_len: largest number of tokens of a request. None if nothing in the graph depends on it (PIECEWISE).

@@ -67,12 +67,8 @@ class JointDispatch:
                 f"batch of {num_reqs} requests and {num_tokens} tokens exceeds the joint batch of {most_reqs} requests "
                 f"and {most_tokens} tokens; pass the batch that this rank gave to the joint dispatch"
             )
-        return DispatchDecision.padded(self.descriptor, self.reason, num_reqs, num_tokens)
-
-    def __str__(self) -> str:
-        if self.descriptor is not None:
-            return f"all ranks: {self.descriptor}"
-        return f"{'all ranks' if self.rank is None else f'rank {self.rank}'}: {self.reason}"
+        pad_tokens = 0 if self.descriptor is None else self.descriptor.num_tokens - num_tokens
+        return DispatchDecision(self.descriptor, self.reason, pad_tokens)
 
 
 class DispatchCoordinator(Protocol):

@@ -39,9 +39,8 @@ class CudaGraphMode(Enum):
         return CudaGraphMode.PIECEWISE if self is CudaGraphMode.FULL_AND_PIECEWISE else self
 
     def resolve(self, support: int, *, query_len: int = 1) -> tuple[CudaGraphMode, str | None]:
-        """Return the nearest mode that the model's attention backends can run, and why it differs from this mode.
-
-        The reason is None if the mode is unchanged.
+        """Return the nearest mode that the model's attention backends can run, and why it differs from this mode (None
+        if it does not).
 
         Args:
             support: which batches a full graph may hold, the smallest value over all metadata builders.

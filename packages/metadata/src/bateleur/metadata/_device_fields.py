@@ -48,9 +48,8 @@ def expand(fields: DeviceFields, step: DeviceStep) -> None:
 
 
 def gather_block_tables(batch: Tensor, request_tables: Tensor, rows: Tensor, source: Tensor, width: int) -> None:
-    """Fill the first ``width`` columns of a batch's block table from the tables of all requests.
+    """Fill the first ``width`` columns of a batch's block table from the tables of all requests (last row: null).
 
-    batch: (R, C) int32. request_tables: (M + 1, C) int32; its last row is null.
     source: (n,) int32, for each batch row the row of ``request_tables`` to copy, M if unused, or ``-1 - row`` to set
     both rows to null. rows: (R,) int32, receives the row of ``request_tables`` for each batch row.
     """
@@ -60,8 +59,7 @@ def gather_block_tables(batch: Tensor, request_tables: Tensor, rows: Tensor, sou
 def write_cells(batch: Tensor, request_tables: Tensor, rows: Tensor, cells: Tensor, ids: Tensor) -> None:
     """Write n new block ids to a batch's block table and to the tables of all requests.
 
-    cells: (n,) int32, ``batch row * C + column``. ids: (n,) int32. rows: (R,) row in ``request_tables`` of each batch
-    row.
+    cells: (n,) int32, ``batch row * C + column``. rows: (R,) row in ``request_tables`` of each batch row.
     """
     CELLS.on(batch)(batch, request_tables, rows, cells, ids)
 

@@ -1,7 +1,7 @@
 """Staging: one upload of the values that only the host knows; the device computes the rest."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -16,14 +16,8 @@ from bateleur.metadata.fields import FIELDS, PAD_SLOT
 from bateleur.metadata.seq_len_bound import IntArray
 from bateleur.metadata.step_inputs import KVCacheGroup, StepRows
 
-
-class _Call(NamedTuple):
-    """Device work ``function(*tensors, *uploaded, *sizes)``; ``uploaded``: indices of arrays of the upload."""
-
-    function: Callable[..., None]
-    tensors: Sequence[Tensor]
-    uploaded: Sequence[int]
-    sizes: Sequence[int]
+_Call: TypeAlias = tuple[Callable[..., None], Sequence[Tensor], Sequence[int], Sequence[int]]
+"""Device work ``function(*tensors, *uploaded, *sizes)``: the function, tensors, indices in the upload, and sizes."""
 
 
 class DeviceStaging:
@@ -123,14 +117,14 @@ class DeviceStaging:
 
     def _send_tables(self, packet: PackedUpload, rows: StepRows, lengths: StepLengths) -> list[_Call]:
         """Add block tables of a step without ``block_table_rows`` to the upload; return the work that copies them."""
-        calls = []
+        calls: list[_Call] = []
         self._forget_batch()
         for index, (table, group) in enumerate(zip(rows.block_tables, self._groups, strict=True)):
             used = used_table(table, group, lengths)
             num_rows, width = used.shape
             ends = max(self._num_places, num_rows), max(self._columns[index], width)
             target = self._tables[index][: ends[0], : ends[1]]
-            calls.append(_Call(_put_table, [target], [packet.add(used)], [num_rows, width]))
+            calls.append((_put_table, [target], [packet.add(used)], [num_rows, width]))
             self._columns[index] = width
         self._num_places = len(rows.query_lens)
         return calls
@@ -151,11 +145,11 @@ class DeviceStaging:
                 source: IntArray = np.full(max(len(rows), self._num_places), self._num_request_rows)
                 source[: len(rows)] = np.where(table.cleared[rows], -1 - rows, rows)
                 table.cleared[rows] = False
-                calls.append(_Call(gather_block_tables, memory, [packet.add(source)], [width]))
+                calls.append((gather_block_tables, memory, [packet.add(source)], [width]))
             if cells is not None:
                 places, columns, ids = cells
                 where = packet.add(places * self._tables[index].shape[1] + columns)
-                calls.append(_Call(write_cells, memory, [where, packet.add(ids)], []))
+                calls.append((write_cells, memory, [where, packet.add(ids)], []))
         if moved:
             self._num_places = len(rows)
         return calls

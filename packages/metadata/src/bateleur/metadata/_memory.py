@@ -17,10 +17,8 @@ class DeviceQueue(Protocol):
     """Queue of work on a device: runs calls in order, possibly later, and before other work of that device."""
 
     def copy(self, target: Tensor, source: Tensor) -> None:
-        """Enqueue a copy into the device tensor ``target`` of the same shape, converted to its dtype.
-
-        The caller never writes to ``source`` again. Pinned memory of ``source`` returns to torch's allocator, which
-        reuses the memory only after the copies enqueued by ``Tensor.copy_`` have run.
+        """Enqueue a copy into the device tensor ``target``, converted to its dtype. The caller does not write to
+        ``source`` again. torch's allocator reuses pinned memory only after copies by ``Tensor.copy_`` have run.
         """
 
     def launch(self, work: Callable[[], None]) -> None:
@@ -84,14 +82,13 @@ def upload(array: npt.NDArray[Any], device: torch.device) -> Tensor:
 
 
 class Fetch:
-    """Asynchronous copies of tensors to the host.
+    """Asynchronous copies of tensors, all on one device, to the host. On a CPU nothing is copied.
 
     `wait` waits for work queued before the `Fetch` was made; work queued later continues meanwhile. The tensors must
     not change before `wait` returns.
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
-        """tensors: all on one device. On a CPU nothing is copied."""
         self._done: torch.cuda.Event | None = None
         if not tensors[0].is_cuda:
             self._on_host = list(tensors)

@@ -1,9 +1,7 @@
 """Selects the implementation of an operator or planner by device. Used by metadata, mamba, eagle and runner.
 
-reference: loops, optionally in float64. The specification; never selected automatically.
-torch: vectorised, on every device.
-native: C, on a CPU with a compiler, for supported arguments.
-triton: on CUDA. Imported at the first call, so that importing a package does not import Triton.
+torch: vectorised, on every device. native: C, on a CPU with a compiler, for supported arguments. triton: on CUDA;
+imported at the first call, so that importing a package does not import Triton.
 """
 
 from collections.abc import Callable, Iterable

@@ -28,15 +28,10 @@ def _like_queries(q: Tensor, *_: object) -> Tensor:
 
 
 def _define(
-    form: F,
-    *,
-    fake: Callable[..., Any] = _like_queries,
-    mutates: tuple[str, ...] = (),
-    triton: str | None = None,
-    name: str | None = None,
+    form: F, fake: Callable[..., Any] = _like_queries, mutates: tuple[str, ...] = (), triton: str = "", name: str = ""
 ) -> F:
-    forms = Implementations(form, triton=triton and f"bateleur.metadata.kernels.cuda_ops:{triton}")
-    return define_op(_library, form, forms, mutates=mutates, fake=fake, name=name)
+    forms = Implementations(form, triton=f"bateleur.metadata.kernels.cuda_ops:{triton}" if triton else None)
+    return define_op(_library, form, forms, mutates=mutates, fake=fake, name=name or None)
 
 
 write_kv = _define(_torch_ops.write_kv, fake=_nothing, mutates=("k_cache", "v_cache"))

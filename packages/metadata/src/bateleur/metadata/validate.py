@@ -58,13 +58,12 @@ def validate(
 
 
 def _to_numpy(array: Any) -> np.ndarray[Any, Any]:
-    result: np.ndarray[Any, Any] = array.cpu().numpy() if isinstance(array, torch.Tensor) else array
-    return result
+    return torch.as_tensor(array).cpu().numpy()
 
 
 def _check_array(field: Field, array: Any, shape: tuple[int, ...]) -> None:
-    _require(tuple(array.shape) == shape, field.name, f"has shape {tuple(array.shape)}, must be {shape}")
-    tensor = array if isinstance(array, torch.Tensor) else torch.from_numpy(array)
+    tensor = torch.as_tensor(array)
+    _require(tensor.shape == shape, field.name, f"has shape {tuple(tensor.shape)}, must be {shape}")
     _require(tensor.dtype == field.dtype, field.name, f"has dtype {tensor.dtype}, must be {field.dtype}")
     if field.on_host:
         _require(tensor.device.type == "cpu", field.name, f"is on {tensor.device}, must be on the host")

@@ -130,14 +130,14 @@ class CudaBackend(GraphBackend):
         if self._pool is None or self._pool.abandoned or not self._pool.graphs:
             self._pool = CudaGraphPool(self._device)
         before, _ = torch.cuda.mem_get_info(self._device)
-        tracker = CudaCaptureTracker(self._pool, key, self._device, self._pool_views)
+        tracker = _CudaCaptureTracker(self._pool, key, self._device, self._pool_views)
         modes = (tracker,) if self._track_operators else ()
         captured = BodyCapture(tracker, key, state).capture(body, *modes)
         captured.nbytes = max(before - torch.cuda.mem_get_info(self._device)[0], 0)
         return captured
 
 
-class CudaCaptureTracker(CaptureTracker):
+class _CudaCaptureTracker(CaptureTracker):
     """Captures pieces as CUDA graphs, on the current stream."""
 
     def __init__(
@@ -148,7 +148,6 @@ class CudaCaptureTracker(CaptureTracker):
         self._graph: torch.cuda.CUDAGraph | None = None
 
     def begin(self) -> None:
-        """Begin the capture of one CUDA graph, a piece of the body."""
         graph = torch.cuda.CUDAGraph()
         try:
             begin_capture(graph, self._pool.handle)
@@ -159,7 +158,6 @@ class CudaCaptureTracker(CaptureTracker):
         self.open = True
 
     def end(self) -> torch.cuda.CUDAGraph:
-        """End the capture of the piece, and return its graph."""
         self.check()
         graph = self._close()
         assert graph is not None, "begin() was called"
@@ -167,7 +165,6 @@ class CudaCaptureTracker(CaptureTracker):
         return graph
 
     def abort(self) -> None:
-        """End the capture and drop the graph, so that stream and pool can be used again."""
         with suppress(RuntimeError):  # the capture is invalid, and the caller raises the cause
             graph = self._close()
             if graph is not None:

@@ -120,7 +120,7 @@ class RecordedBackend(GraphBackend):
         restored bit for bit, and the memory of the capture itself is poisoned. So a capture has no effect, as on CUDA.
         """
         before = self._pool.nbytes
-        recorder = OperatorRecorder(key, self._pool, self._pool_views)
+        recorder = _OperatorRecorder(key, self._pool, self._pool_views)
         captured = BodyCapture(recorder, key, state).capture(body, HostReadGuard(recorder), recorder)
         captured.nbytes = self._pool.nbytes - before
         recorder.poison()
@@ -155,7 +155,7 @@ class RecordedPiece:
         self._calls = []
 
 
-class OperatorRecorder(CaptureTracker):
+class _OperatorRecorder(CaptureTracker):
     """Records the operators of a capture. At the end of each piece it undoes the effects of the operators."""
 
     def __init__(self, key: BatchExecutionDescriptor, pool: CpuGraphPool, pool_views: PoolViews) -> None:
@@ -168,19 +168,16 @@ class OperatorRecorder(CaptureTracker):
         self._restore_random: dict[torch.Generator | None, Callable[[], object]] = {}
 
     def begin(self) -> None:
-        """Begin to record the operators of one piece."""
         self._calls = []
         self._restore_random = {None: partial(torch.set_rng_state, torch.get_rng_state())}
         self.open = True
 
     def end(self) -> RecordedPiece:
-        """End the recording of the piece, undo the effects of its operators, and return it."""
         self._undo()
         self.check()
         return RecordedPiece(self.memory, self._calls)
 
     def abort(self) -> None:
-        """Undo the effects of the operators of an unfinished piece."""
         if self.open:
             self._undo()
 

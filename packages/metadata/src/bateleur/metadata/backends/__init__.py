@@ -8,15 +8,9 @@ from bateleur.metadata.backends.base import AttentionBackend, LayerConfig, Paged
 from bateleur.metadata.dispatch import load
 
 __all__ = [
-    "AttentionBackend",
-    "LayerConfig",
-    "PagedAttentionBuilder",
-    "PagedAttentionMetadata",
-    "backend_names",
-    "get_backend",
-    "preferred_backends",
-    "unsupported_reason",
-]
+    "AttentionBackend", "LayerConfig", "PagedAttentionBuilder", "PagedAttentionMetadata", "backend_names",
+    "get_backend", "preferred_backends", "unsupported_reason",
+]  # fmt: skip
 
 _PATHS: Mapping[str, str] = {
     "torch": "paged:TorchBackend",

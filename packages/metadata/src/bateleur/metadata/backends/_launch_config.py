@@ -105,10 +105,10 @@ def tile_options(
     """Tile sizes and launch options for tiles of about ``tile_rows`` lines, at most 128 (two warp groups).
 
     float32 has no tensor cores of its precision, so its loop iterations are small. If a kernel ``converts`` keys of
-    another dtype, fewer registers are left to fetch keys ahead: one pipeline stage less for head dimensions
-    above 128, none in float32. The queries of 128 lines with head dimension 256 take 64 KiB, which is too much for a
-    device with ``shared_bytes`` below 112 KiB. With 200 KiB, 128 lines of head dimensions up to 128 take twice as many
-    keys in an iteration, which rescales the sums of weighted values half as often. Larger ones would spill registers.
+    another dtype, fewer registers are left to fetch keys ahead: one pipeline stage less above head dimension 128, none
+    in float32. Queries of 128 lines with head dimension 256 take 64 KiB, too much for a device with ``shared_bytes``
+    below 112 KiB. With 200 KiB, 128 lines of up to 128 dimensions take twice as many keys in an iteration, which
+    rescales the sums half as often. Larger ones would spill registers.
     """
     block_d = max(16, power_of_two(head_dim))
     full = dtype == torch.float32

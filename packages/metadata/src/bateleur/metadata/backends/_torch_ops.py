@@ -1,8 +1,6 @@
-"""Vectorised torch implementations of the paged-attention operators, without a loop over requests or a host-device
-sync.
+"""Vectorised torch implementations of the paged-attention operators, without a loop over requests or a host sync.
 
-Shapes: T tokens, R rows (requests), S keys of a row (padded to a host bound), M queries of a row (padded likewise), L
-query length in a score matrix, H key heads, G query heads per key head, D head dimension.
+Shapes: T tokens, R rows (requests), S keys and M queries of a row (padded to a host bound), H heads, D head dimension.
 """
 
 from typing import TypeAlias

@@ -38,7 +38,7 @@ class PagedAttentionMetadata:
     max_seq_len: int
 
 
-class AttentionOptions(NamedTuple):
+class AttendOptions(NamedTuple):
     """Options of one attention call, see :meth:`AttentionBackend.attend`."""
 
     scale: float
@@ -230,12 +230,12 @@ class AttentionBackend:
             self.write(q, k, v, *kv, meta.slot_mapping, *(rotary or (None, None)), *(norm or ()), **scales)
         else:
             self.write(k, v, *kv, meta.slot_mapping, **scales)
-        return self.attend_cache(q, kv, meta, AttentionOptions(scale, sliding_window, work, sinks, kv_scales))
+        return self.attend_cache(q, kv, meta, AttendOptions(scale, sliding_window, work, sinks, kv_scales))
 
     def check(self, kv: KVCache, meta: PagedAttentionMetadata) -> None:
         """Raise ValueError for unsupported arguments, before anything is stored."""
 
-    def attend_cache(self, q: Tensor, kv: KVCache, meta: PagedAttentionMetadata, options: AttentionOptions) -> Tensor:
+    def attend_cache(self, q: Tensor, kv: KVCache, meta: PagedAttentionMetadata, options: AttendOptions) -> Tensor:
         """Return attention (T, Hq, D) over the cache; 0 for padded tokens."""
         scale, window, *rest = options
         bounds = meta.num_decodes, meta.max_query_len, meta.max_seq_len

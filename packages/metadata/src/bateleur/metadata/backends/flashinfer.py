@@ -1,12 +1,9 @@
 """Paged attention by FlashInfer (extra ``flashinfer``): planned on the host for each step, run for each layer.
 
-FlashInfer needs one list of the pages (KV blocks) of all requests, and for each its number of pages and the tokens
-of the last one. Both counts come from exact lengths on the host. The list is gathered from the block table on the
-device, without waiting.
-
-An eager wrapper accepts any batch. A wrapper of a :class:`GraphShape` (equal query lengths) plans into buffers at fixed
-addresses, so that one CUDA graph serves every batch of that shape. Its plan is computed together with the metadata,
-before the graph is replayed.
+FlashInfer needs one list of the pages (KV blocks) of all requests, gathered on the device, and for each request its
+number of pages and the tokens of the last one, from exact lengths on the host. An eager wrapper accepts any batch. A
+wrapper of a :class:`GraphShape` (equal query lengths) plans into buffers at fixed addresses, together with the
+metadata, so that one CUDA graph serves every batch of that shape.
 
 ``auto`` never selects this backend. Decodes and prefills use different kernels with different orders of summation, so
 speculative decoding could differ from plain decoding in the last bit.
@@ -28,8 +25,8 @@ from bateleur.metadata import ops
 from bateleur.metadata._memory import pinned, upload
 from bateleur.metadata.attention_metadata_builder import BuildPhase, GraphSupport
 from bateleur.metadata.backends.base import (
+    AttendOptions,
     AttentionBackend,
-    AttentionOptions,
     KVCache,
     LayerConfig,
     PagedAttentionBuilder,
@@ -299,7 +296,7 @@ class FlashInferBackend(AttentionBackend):
         if not isinstance(meta, FlashInferMetadata):
             raise ValueError(f"meta: is {type(meta).__name__}, must be the FlashInferMetadata of its builder")
 
-    def attend_cache(self, q: Tensor, kv: KVCache, meta: PagedAttentionMetadata, options: AttentionOptions) -> Tensor:
+    def attend_cache(self, q: Tensor, kv: KVCache, meta: PagedAttentionMetadata, options: AttendOptions) -> Tensor:
         """Return attention (T, Hq, D) over the cache. The first layer of a step computes FlashInfer's plan."""
         assert isinstance(meta, FlashInferMetadata)
         out = torch.zeros_like(q)  # padded tokens stay 0

@@ -108,8 +108,6 @@ class _Run:
         if dict(self.builder.addresses()) != book:
             self.note("C", "addresses() changed while it built")
 
-    # -- one build -------------------------------------------------------------------------------------------
-
     def build(self, builder: Builder, what: Step | GraphKey, phase: BuildPhase = BuildPhase.RUN) -> Any:
         """Stage a step, or a dummy batch of a graph key as for a capture, and build its metadata. Reports undeclared
         reads, writes to the batch and waits for the device.
@@ -153,8 +151,6 @@ class _Run:
         """Record a violation. A text is recorded once only. ``where``: the graph key or step that showed it."""
         violation = Violation(letter, f"{text} ({where})" if where else text)
         self.found.setdefault((letter, text), violation)
-
-    # -- several builds --------------------------------------------------------------------------------------
 
     def check_orders(self, expected: list[dict[str, Any]]) -> None:
         """Check that the result of a build does not depend on earlier builds, in several orders of the steps.
@@ -242,9 +238,6 @@ def _changes(
                 yield "C", f"{path} has another address, shape or stride in a run than in the capture"
         elif isinstance(leaf, _HOST_VALUE) and leaf != other and (leaf, other) not in in_signature:
             yield "M", f"{path} differs between a capture and a run, and the signature does not tell"
-
-
-# -- metadata objects: dataclasses, tuples, lists and dicts of tensors, arrays and host values ---------------
 
 
 def _leaves(node: Any) -> Iterator[tuple[str, Any]]:

@@ -1,12 +1,9 @@
 """Compiler of the C kernels: gcc compiles each file once, in about 0.5 s, and caches the result in `~/.cache/bateleur`.
 
-A process that compiles logs it once, at level INFO. Without a compiler all operators use torch, and
-`unavailable_reason` returns why. The C code has no dependencies except its own headers and the compiler's. It receives
-addresses and sizes.
-
-Kernels use the OpenMP runtime that torch has loaded, because two runtimes would compete for the cores. OpenMP threads
-do not survive a fork, and waiting for them would hang. Once a kernel is loaded, forked processes therefore run with
-`torch.set_num_threads(1)` and must keep it.
+Without a compiler all operators use torch, and `unavailable_reason` returns why. Kernels use the OpenMP runtime that
+torch has loaded, because two runtimes would compete for the cores. OpenMP threads do not survive a fork, and waiting
+for them would hang. Once a kernel is loaded, forked processes therefore run with `torch.set_num_threads(1)` and must
+keep it.
 """
 
 import ctypes
@@ -27,15 +24,10 @@ import torch
 _HEADERS = Path(__file__).parent
 _FLAGS = ("-x", "c", "-std=gnu11", "-O3", "-march=native", "-fno-math-errno", "-shared", "-fPIC", "-fopenmp")
 _KINDS: Mapping[str, Any] = {
-    "p": ctypes.c_void_p,
-    "l": ctypes.c_int64,
-    "i": ctypes.c_int,
-    "f": ctypes.c_float,
-    "d": ctypes.c_double,
-}
+    "p": ctypes.c_void_p, "l": ctypes.c_int64, "i": ctypes.c_int, "f": ctypes.c_float, "d": ctypes.c_double,
+}  # fmt: skip
 _DIGEST = hashlib.sha256().digest_size
-_ALL_SECONDS = 7
-"""Time to compile the kernels of an engine with a draft head: measured, two cores of an AMD EPYC."""
+_ALL_SECONDS = 7  # of an engine with a draft head: measured, two cores of an AMD EPYC
 _log = logging.getLogger(__name__)
 
 Kernel = Callable[..., Any]

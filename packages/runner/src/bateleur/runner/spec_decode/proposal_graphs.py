@@ -141,8 +141,8 @@ class ProposalGraphs:
         generation = staged.generation + self._drafter.steps.generation
         state = ProposalState(staged.state, features, passes)
         self.manager.replay(key, StagedBatch(key, state, generation, passes.signature))
-        tokens, rows = batch.num_tokens - batch.num_actual_tokens, batch.num_reqs - batch.num_actual_reqs
-        self._drafter.decisions.count(DispatchDecision(key, DispatchReason.DECODE, tokens, rows))
+        decision = DispatchDecision(key, DispatchReason.DECODE, batch.num_tokens - batch.num_actual_tokens)
+        self._drafter.decisions.count(decision)
 
     def verify(self, fuzz: int, written: Callable[[StepContext], Mapping[str, Tensor]]) -> VerifyReport:
         """Check that replays equal eager runs on random steps.
