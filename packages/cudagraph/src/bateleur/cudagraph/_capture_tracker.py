@@ -20,12 +20,6 @@ from bateleur.cudagraph.backends.base import Graph
 from bateleur.cudagraph.batch_descriptor import BatchExecutionDescriptor
 from bateleur.cudagraph.errors import CaptureError, GraphError, HostSync
 
-_OTHER_GRAPH = (
-    "the body uses memory of another graph of the same backend, such as an output. This capture may get the same "
-    "memory: copy the output before, or capture with a backend object of its own"
-)
-
-
 PoolViews: TypeAlias = WeakSet[UntypedStorage]
 """Storages of all non-owning views that captures of a pool have made, see `CaptureTracker.non_owning`."""
 
@@ -212,7 +206,10 @@ class CaptureTracker(TorchDispatchMode):
                 name = type(tensor).__qualname__
                 raise self.refuse(f"a tensor of class {name} can't be captured; convert it to torch.Tensor")
             if tensor.untyped_storage() in self._pool_views:
-                raise self.refuse(_OTHER_GRAPH)
+                raise self.refuse(
+                    "the body uses memory of another graph of the same backend, such as an output. This capture may "
+                    "get the same memory: copy the output before, or capture with a backend object of its own"
+                )
             tracked = self.memory.add(tensor, owned=False)
         return tracked
 

@@ -37,8 +37,7 @@ class JointDispatch:
     """The dispatch decision of one step, equal on all ranks.
 
     Attributes:
-        batch: the joint batch: each size is the largest over all ranks. None if no rank has a request, so that no rank
-            runs. A rank without requests runs a dummy batch of these sizes.
+        batch: the largest sizes of all ranks, also of the dummy batch of a rank without requests. None: no rank runs.
         descriptor, reason: as in `DispatchDecision`.
         rank: the rank that `reason` is about, because its own batch fits no graph or because it has not captured the
             common graph. None if several ranks together cause eager execution, or if all ranks run on a graph.

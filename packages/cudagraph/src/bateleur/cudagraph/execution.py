@@ -12,22 +12,19 @@ S = TypeVar("S")
 T = TypeVar("T")
 
 
-EagerCall: TypeAlias = Callable[[Callable[..., Tensor], tuple[Tensor, ...]], Tensor]
-"""How a piecewise capture calls `fn(state, *tensors)` between two pieces. Arguments: `fn` and `tensors`."""
-
-
 class Execution(Generic[S]):
     """The argument of a body, the function that is captured: one run of the forward pass.
 
     ``key``: the graph that is captured or run, None if the step runs eagerly. ``state``: the staged state of the step.
+    ``eager_call(fn, tensors)``: calls `fn(state, *tensors)` between two pieces of a piecewise capture.
     """
 
     __slots__ = ("_eager_call", "key", "state")
 
-    def __init__(self, key: BatchExecutionDescriptor | None, state: S, eager_call: EagerCall | None = None) -> None:
-        self.key = key
-        self.state = state
-        self._eager_call = eager_call
+    def __init__(
+        self, key: BatchExecutionDescriptor | None, state: S, eager_call: Callable[..., Tensor] | None = None
+    ) -> None:
+        self.key, self.state, self._eager_call = key, state, eager_call
 
     def eager(self, fn: Callable[Concatenate[S, ...], Tensor], *tensors: Tensor) -> Tensor:
         """Return `fn(state, *tensors)`. In a piecewise graph, `fn` runs eagerly between two pieces on every replay.

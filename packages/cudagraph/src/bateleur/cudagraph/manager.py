@@ -164,8 +164,7 @@ class CudaGraphManager(Generic[S, T]):
         """Compare replays with eager runs of the same function on random batches. Each run stages its batch again.
 
         Args:
-            key: the key to verify. None: all captured keys, large keys first, so that contents which a large batch
-                leaves in the buffers of a small one are found.
+            key: None: all captured keys, large ones first, to find contents that a large batch leaves in the buffers.
             fuzz: number of random batches per key, at least 1.
             rtol, atol: tolerance of floating-point differences:
                 |replay - eager| <= `atol` + `rtol` * the largest |eager| of the row. Integers must be equal.

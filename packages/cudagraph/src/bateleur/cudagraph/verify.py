@@ -20,8 +20,7 @@ class ReplayComparison:
     """Result of the verification of one key.
 
     Attributes:
-        max_difference: largest absolute difference of an element, over all tensors and seeds. inf if exactly one of the
-            two elements is NaN.
+        max_difference: largest absolute difference over all tensors and seeds. inf if exactly one element is NaN.
         failure: names the first tensor out of tolerance, and its seed. None if all are within tolerance.
         part: name of the manager, in a report about several managers of an engine. Empty otherwise.
     """

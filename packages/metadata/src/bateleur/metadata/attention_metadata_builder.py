@@ -20,9 +20,8 @@ class BuildPhase(Enum):
 
 
 class GraphSupport(IntEnum):
-    """Batches that a backend can be captured for in a CUDA graph; a larger value includes all smaller ones.
-
-    Like vLLM's ``AttentionCGSupport``.
+    """Batches that a backend can be captured for in a CUDA graph, like vLLM's ``AttentionCGSupport``. A larger value
+    includes all smaller ones.
     """
 
     NEVER = 0

@@ -22,11 +22,8 @@ class InputBuffers:
     """Device and host buffers of the batch of a step, at fixed addresses.
 
     :meth:`stage` writes the real requests, pads the rest of every buffer, and returns views. It uploads once from new
-    (pinned) memory, and the device computes the other fields. Several steps may therefore be in flight. Host fields are
-    not copied: they hold the last staged step only.
-
-    Attributes:
-        generation: number of stagings so far; metadata with an older generation is stale.
+    (pinned) memory, and the device computes the other fields. Several steps may therefore be in flight, but host fields
+    hold the last one only. ``generation``: number of stagings; metadata with an older generation is stale.
     """
 
     def __init__(
@@ -100,10 +97,7 @@ class InputBuffers:
         return self._stage(rows, shape, max_seq_len, real=False)
 
     def poison(self) -> None:
-        """Fill every buffer with out-of-range values, to detect reads of stale entries in tests.
-
-        Earlier metadata becomes stale. The next :meth:`stage` defines every entry again.
-        """
+        """Fill every buffer with out-of-range values, to detect reads of stale entries in tests."""
         for name, field in FIELDS.items():
             if field.on_host:
                 self._tensors[name][0].fill_(field.poison)

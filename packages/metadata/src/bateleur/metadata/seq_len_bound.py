@@ -47,9 +47,8 @@ class SeqLenBound:
         return int(self.upper.max()) if len(self.upper) else 0
 
     def per_row(self, rows: int | slice = slice(None)) -> Any:
-        """Return lengths of the requests ``rows``: an int for an index, (n,) int32 for a slice.
-
-        Raises :class:`InexactBound` if a selected request has only an upper bound.
+        """Return lengths of the requests ``rows``: an int for an index, (n,) int32 for a slice. Raises
+        :class:`InexactBound` if a selected request has only an upper bound.
         """
         if not np.all(self.exact[rows]):
             row = np.extract(~self.exact[rows], np.arange(len(self.upper))[rows])[0]
@@ -61,10 +60,7 @@ class SeqLenBound:
         return int(value) if isinstance(rows, int) else value
 
     def advanced(self, k: int, cap: int) -> SeqLenBound:
-        """Return the bounds after ``k`` more tokens: ``min(upper + k, cap)``, 0 for padding requests.
-
-        ``cap`` is ``max_model_len``. Bounds lowered to ``cap`` become inexact.
-        """
+        """Return the bounds after ``k`` more tokens, 0 in padded rows. Those lowered to ``cap`` become inexact."""
         if k < 0:
             raise ValueError(f"k: {k} is negative; a bound can only advance")
         wide = self.upper.astype(np.int64) + k

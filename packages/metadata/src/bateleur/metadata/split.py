@@ -12,10 +12,7 @@ from bateleur.metadata.seq_len_bound import BoolArray, I32Array
 
 @dataclass(frozen=True, slots=True)
 class RowSplit:
-    """Numbers of leading decode rows and following prefill rows, and their tokens.
-
-    Rows without tokens are in neither, except with ``uniform`` in :func:`split_decodes_and_prefills`.
-    """
+    """Numbers of leading decode rows and following prefill rows, and their tokens. Rows without tokens do not count."""
 
     num_decodes: int
     num_prefills: int

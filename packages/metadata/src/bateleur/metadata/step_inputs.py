@@ -58,7 +58,7 @@ class StepRows:
         is_prefilling: (R,) bool, the request is still processing its prompt.
         token_ids: (T,) int32, concatenated ids of all rows.
         block_tables: one (R, max_blocks) int32 array for each KV-cache group; empty if ``block_table_rows`` is given.
-        num_computed_is_exact: (R,) bool; None means that all counts are exact.
+        num_computed_is_exact: (R,) bool; None: all counts are exact.
         sampled_token_ids: (n,) device ids that replace the first n of ``token_ids``: tokens sampled by the last step,
             which the host has not read yet.
         block_table_rows: (R,) int64, distinct rows of the :class:`BlockTable` objects of the buffers.

@@ -39,8 +39,8 @@ class CudaGraphPool:
     def abandon(self, graph: torch.cuda.CUDAGraph) -> None:
         """Clean up after a capture that the driver refused to begin or to end. Earlier graphs keep the pool.
 
-        The capture has put the device allocator, the allocator of pinned host memory and the default random generator
-        into capture state. `CUDAGraph.reset` ends the state in torch 2.15, but not in torch 2.11. There:
+        The capture has put the allocators of device and pinned memory and the default random generator into capture
+        state. `CUDAGraph.reset` ends the state in torch 2.15, but not in torch 2.11. There:
 
         * The device allocator defers frees and can't return cached memory. The two `torch._C` calls below end this.
         * The host allocator refuses another capture into the pool, so the pool is abandoned. At each allocation it

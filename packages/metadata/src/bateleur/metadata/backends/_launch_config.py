@@ -14,8 +14,7 @@ from bateleur.metadata.dispatch import cdiv
 
 MAX_SHORT_QUERY_LEN = 16
 """Rows of up to this many tokens use small tiles, if other rows of the batch may be longer."""
-ENTRY_SIZE = 8
-"""int32 numbers in an entry of a work list."""
+ENTRY_SIZE = 8  # int32 numbers in an entry of a work list
 _PROGRAMS_PER_SM = 2  # programs of one split each that fit the shared memory of a multiprocessor
 
 

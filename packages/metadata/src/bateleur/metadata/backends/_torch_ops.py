@@ -17,8 +17,7 @@ _Caches: TypeAlias = tuple[Tensor, Tensor, Tensor | None]
 _Rows: TypeAlias = tuple[Tensor, Tensor, Tensor]
 """Block table (R, max_blocks), lengths (R,) and starts (R + 1,) of some rows."""
 
-FP8_MAX = 448.0
-"""Largest value of float8_e4m3fn."""
+FP8_MAX = 448.0  # largest value of float8_e4m3fn
 _MAX_TILE_SCORES = 1 << 20  # scores of a tile: bounds the mask at 4 MiB in float32
 _MAX_TILE_KEYS = 1 << 20  # gathered entries of a tile of several rows: keys and values take 4 MiB each in float32
 

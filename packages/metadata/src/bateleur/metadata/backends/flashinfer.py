@@ -122,10 +122,7 @@ class PlanCache:
 
 
 class PlannedWrapper:
-    """One FlashInfer wrapper and the batch that it is planned for.
-
-    `buffers`: plan buffers at fixed addresses, if graphs use the wrapper. `max_blocks`: KV blocks of a request.
-    """
+    """One FlashInfer wrapper and the batch that it is planned for. `buffers`: plan buffers of graphs."""
 
     def __init__(self, config: PlanConfig, workspace: Tensor, max_blocks: int) -> None:
         flashinfer: Any = import_module("flashinfer")
@@ -214,9 +211,8 @@ class FlashInferBuilder(PagedAttentionBuilder):
     def build(
         self, common: CommonAttentionMetadata, group: int, phase: BuildPhase = BuildPhase.RUN
     ) -> FlashInferMetadata:
-        """Return metadata for KV-cache group ``group``, and plan the graphs that may replay the batch.
-
-        Raises InexactBound if the host has only an upper bound of a request's length.
+        """Return metadata for KV-cache group ``group``, and plan the graphs that may replay the batch. Raises
+        InexactBound if the host has only an upper bound of a request's length.
         """
         paged = super().build(common, group, phase)
         rows = common.num_actual_reqs

@@ -93,8 +93,7 @@ def _active_flash_attention() -> str | None:
 def _probe(config: LayerConfig, active: str | None) -> str | None:
     """Run torch's kernel on two requests with two blocks each; return why it fails, or None. ``active``: a cache key.
 
-    The table names the blocks in descending order. Values are 1 in its blocks and 2 elsewhere, so that a kernel that
-    ignores the table is detected. All cache values are finite.
+    Values are 1 in the blocks of the table and 2 elsewhere, so that a kernel that ignores the table is detected.
     """
     size, (head_dim, dtype, device, sliding_window, *_) = _PROBE_BLOCK_SIZE, config
     keys = torch.zeros(8, size, 1, head_dim, dtype=dtype, device=device)

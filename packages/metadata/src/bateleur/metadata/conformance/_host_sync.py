@@ -1,7 +1,5 @@
-"""Finds operators and methods that make the host wait for a value on the device.
-
-This file exists twice, in `bateleur.cudagraph` and in `bateleur.metadata.conformance`, because neither package imports
-the other. A test checks that both copies are equal.
+"""Finds operators and methods that make the host wait for a value on the device. This file exists twice, in
+`bateleur.cudagraph` and `bateleur.metadata.conformance`, because neither package imports the other. They must be equal.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -16,7 +14,6 @@ _ACCEPTS_MASKS = frozenset(
     f"aten::{name}"
     for name in ("index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index", "_unsafe_index_put")
 )
-_UNTAGGED = frozenset({"aten::_linalg_check_errors"})
 
 _READ_METHODS = ("numpy", "tolist", "cpu", "__array__", "__dlpack__", "__repr__", "__format__", "apply_", "map_")
 HOST_READS: dict[Callable[..., Any], str] = {getattr(Tensor, name): f"Tensor.{name}" for name in _READ_METHODS}
@@ -39,7 +36,7 @@ def is_composite(func: OpOverload) -> bool:
 def _needs_values(func: OpOverload) -> bool:
     """Return whether an operator's result, or its shape, depends on values that the host must read first."""
     tags = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
-    return func._schema.name in _UNTAGGED or not tags.isdisjoint(func.tags)
+    return func._schema.name == "aten::_linalg_check_errors" or not tags.isdisjoint(func.tags)
 
 
 def waits_for_device(

@@ -39,9 +39,7 @@ _LARGE = 3e4
 
 @dataclass(frozen=True, slots=True)
 class BackendReport:
-    """Result of :func:`check_backend`: number of (configuration, batch) pairs that were compared, and reasons why other
-    configurations are unsupported.
-    """
+    """Result of :func:`check_backend`: number of compared batches, and reasons why configurations are unsupported."""
 
     backend: str
     num_cases: int

@@ -1,8 +1,7 @@
 """Paged attention of requests with different query lengths: one program for each item of the work list and key head.
 
 A batch that may have short rows (decodes, drafts, ends of prompts) and long rows takes two launches with tiles of
-different sizes. If the keys of a tile are split, each program writes a partial output in float32, and one more launch
-joins them. Programs never wait for each other, because launches run in order.
+different sizes. If the keys of a tile are split, programs write partial outputs, and one more launch joins them.
 
 A tile has M lines: the query heads of one key head, for consecutive tokens. The heads of a token are adjacent, so that
 a key is read once for all of them. Shapes: N keys of a loop iteration, P pages (KV blocks) of an iteration, B slots of
