@@ -11,14 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bateleur.cudagraph.batch_descriptor import BatchExecutionDescriptor, UnpaddedBatch
-from bateleur.cudagraph.data_parallel import (
-    NO_COMMON_VARIANT,
-    JointDispatch,
-    LocalCoordinator,
-    RankStep,
-    RankStepCodec,
-    dispatch_jointly,
-)
+from bateleur.cudagraph.data_parallel import NO_COMMON_VARIANT, JointDispatch, RankStep, RankStepCodec, dispatch_jointly
 from bateleur.cudagraph.dispatcher import CudagraphDispatcher, DispatchDecision, DispatchReason
 from bateleur.cudagraph.modes import CudaGraphMode
 
@@ -162,7 +155,7 @@ def test_one_rank_gets_its_own_decision(
 ) -> None:
     ready = frozenset(key for key in dispatcher.keys if data.draw(st.booleans()))
     for allowed in (None, ready):
-        joint = LocalCoordinator(dispatcher).coordinate(RankStep(batch, allowed))
+        joint = dispatch_jointly([RankStep(batch, allowed)], dispatcher)
         assert joint.batch == batch
         assert joint.decision_for(batch) == dispatcher.dispatch(batch, allowed)
         assert joint.rank == (0 if joint.descriptor is None else None)

@@ -7,7 +7,6 @@ computes the decision itself by `dispatch_jointly`, from the same input of all r
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -68,13 +67,6 @@ class JointDispatch:
             )
         pad_tokens = 0 if self.descriptor is None else self.descriptor.num_tokens - num_tokens
         return DispatchDecision(self.descriptor, self.reason, pad_tokens)
-
-
-class DispatchCoordinator(Protocol):
-    """Exchanges the input of all ranks, and makes the joint decision."""
-
-    def coordinate(self, own_step: RankStep) -> JointDispatch:
-        """Return the dispatch decision for all ranks. Every rank must call it with its input once per step."""
 
 
 def dispatch_jointly(steps: Sequence[RankStep], dispatcher: CudagraphDispatcher) -> JointDispatch:
@@ -168,17 +160,6 @@ class RankStepCodec:
         name = NO_COMMON_VARIANT if variant < 0 else self._variants[variant]
         batch = UnpaddedBatch(num_reqs, num_tokens, query_len or None, max_query_len, bool(decode_only), name)
         return RankStep(batch, ready)
-
-
-class LocalCoordinator:
-    """Makes the dispatch decision of a single rank, without communication."""
-
-    def __init__(self, dispatcher: CudagraphDispatcher) -> None:
-        self._dispatcher = dispatcher
-
-    def coordinate(self, own_step: RankStep) -> JointDispatch:
-        """Return the dispatch decision for this rank alone."""
-        return dispatch_jointly((own_step,), self._dispatcher)
 
 
 class TorchDistCoordinator:

@@ -53,7 +53,7 @@ class ExpertParallel:
 class DataParallelSync:
     """Chooses one CUDA graph for all ranks, or without a graph the number of tokens that each rank is padded to.
 
-    A `bateleur.cudagraph.DispatchCoordinator`. Each call is one collective, for which the host waits.
+    Each call is one collective, for which the host waits.
     """
 
     def __init__(
