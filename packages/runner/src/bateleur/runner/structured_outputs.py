@@ -65,10 +65,7 @@ def _choice(name: str, value: Any) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StructuredOutputsParams(Checked):
-    """Required form of a request's text. Immutable; exactly one of the six forms must be given.
-
-    Raises ValueError, naming `structured_outputs.` and the field, for an unknown name or an invalid value.
-    """
+    """Required form of a request's text. Immutable. Raises ValueError unless exactly one of the six forms is given."""
 
     json: str | Mapping[str, Any] | None = option(None, maybe(_json_object("a JSON schema")))
     """A JSON schema, as text or as an object; stored as text."""

@@ -50,10 +50,8 @@ def router(service: Service) -> APIRouter:
     @routes.get("/ping")
     @routes.post("/ping")
     async def health(request: Request) -> Response:
-        error = service.llm.error
-        if error is not None:
-            message = f"the engine died of {type(error).__name__}: {error}"
-            raise http_error(503, message, code="engine_dead")
+        if (error := service.llm.error) is not None:
+            raise http_error(503, f"the engine died of {type(error).__name__}: {error}", code="engine_dead")
         return Response(status_code=200)
 
     @routes.get("/version")

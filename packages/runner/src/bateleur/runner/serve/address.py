@@ -42,7 +42,7 @@ def client_url(listener: socket.socket, config: ServeConfig) -> str:
         return f"unix:{config.uds}"
     host, port = listener.getsockname()[:2]
     scheme = "http" if config.ssl_certfile is None else "https"
-    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
+    return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
 
 
 def check_tls(config: ServeConfig) -> None:
@@ -56,22 +56,17 @@ def check_tls(config: ServeConfig) -> None:
         if config.ssl_ca_certs is not None:
             context.load_verify_locations(config.ssl_ca_certs)
     except OSError as error:
-        names = [
-            f"{name} is {str(path)!r}"
-            for name in ("ssl_certfile", "ssl_keyfile", "ssl_ca_certs")
-            if (path := getattr(config, name)) is not None
-        ]
-        raise ValueError(
-            f"{', '.join(names)}; they must be matching PEM files without a passphrase: {error}"
-        ) from error
+        names = ("ssl_certfile", "ssl_keyfile", "ssl_ca_certs")
+        given = [f"{name} is {str(path)!r}" for name in names if (path := getattr(config, name)) is not None]
+        rule = "they must be matching PEM files without a passphrase"
+        raise ValueError(f"{', '.join(given)}; {rule}: {error}") from error
 
 
 def _clear(path: Path) -> None:
     """Remove the socket file of a server that no longer runs."""
-    if not path.is_socket():
-        return
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as caller:
         try:
-            caller.connect(str(path))
+            if path.is_socket():
+                caller.connect(str(path))
         except ConnectionRefusedError:
             path.unlink(missing_ok=True)

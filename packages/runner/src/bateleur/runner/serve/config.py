@@ -125,10 +125,7 @@ class ServeConfig(HttpOptions, ParserOptions):
 
 
 def served_engine(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Add the server's defaults to options of `LLM`: prefix caching, and a draft head for the model of this package.
-
-    draft="none" turns the draft head off.
-    """
+    """Add the server's defaults to options of `LLM`: prefix caching, and the shipped draft head unless draft="none"."""
     options = translate_vllm_names(options)
     engine = {"draft": None, "enable_prefix_caching": True, **default_drafts(options), **options}
     return engine | {"draft": None if engine["draft"] == "none" else engine["draft"]}

@@ -40,7 +40,6 @@ class Answer:
         prepared: PreparedChat,
         outputs: AsyncGenerator[RequestOutput, None],
     ) -> None:
-        """outputs: the engine's outputs for this request."""
         self.parsed, self.usage = parsed, Usage(num_reasoning=0)
         self._service, self._prepared, self._outputs = service, prepared, outputs
         self._readers: dict[int, AnswerReader] = {}
@@ -95,10 +94,7 @@ class Answer:
 
 
 async def render_prompt(service: Service, parsed: ChatRequest) -> tuple[ChatRequest, ChatPrompt]:
-    """Return the request with the server's options applied, and its prompt.
-
-    Raises HTTPException if the chat template rejects the request.
-    """
+    """Return the request with the server's options, and its prompt. Raises HTTPException if the template refuses it."""
     service.adapter_of(parsed.model)
     parsed = with_options(parsed, service.config)
     with http_errors(parsed.names):
@@ -110,11 +106,8 @@ async def render_prompt(service: Service, parsed: ChatRequest) -> tuple[ChatRequ
 async def answer(service: Service, parsed: ChatRequest, reply_id: str) -> Answer:
     """Submit a conversation. Raises HTTPException if it is invalid or the queue is full."""
     parsed, prompt = await render_prompt(service, parsed)
-    if (
-        parsed.params.structured_outputs is not None
-        and parsed.tool_choice == "auto"
-        and any(map(is_strict, parsed.tools))
-    ):
+    strict = parsed.tool_choice == "auto" and any(map(is_strict, parsed.tools))
+    if strict and parsed.params.structured_outputs is not None:
         # One grammar for both follows, whose errors then are those of the tools.
         with http_errors(parsed.names):
             prepare = partial(service.llm.llm.prepare, prompt, parsed.params, request_id=reply_id)

@@ -69,7 +69,6 @@ def http_errors(names: Mapping[str, str] = MappingProxyType({})) -> Iterator[Non
 
 
 def _code_of(error: ValueError) -> str | None:
-    """Return OpenAI's error code; None for an invalid value."""
     if isinstance(error, ContextLengthExceeded):
         return "context_length_exceeded"
     if "no such field is known here" in str(error):
@@ -137,8 +136,8 @@ def add_handlers(app: FastAPI) -> None:
         return Response(status_code=CLIENT_GONE)
 
     async def unknown(request: Request, error: Exception) -> Response:
-        refused = http_error(500, f"an error inside the server: {type(error).__name__}")
-        return response_of(refused, request.url.path)
+        message = f"an error inside the server: {type(error).__name__}"
+        return response_of(http_error(500, message), request.url.path)
 
     app.add_exception_handler(AnyHTTPException, known)
     app.add_exception_handler(ClientDisconnect, gone)

@@ -15,10 +15,7 @@ def dumps(value: Any) -> bytes:
 
 
 def loads(data: bytes) -> Any:
-    """Parse strict JSON, with or without a byte order mark.
-
-    Raises ValueError with one line for invalid, too deep or too large values.
-    """
+    """Parse strict JSON in UTF-8. Raises ValueError with one line for invalid, too deep or too large values."""
     try:
         return json.loads(data.decode("utf-8-sig"), parse_constant=_refuse)
     except UnicodeDecodeError as error:

@@ -37,8 +37,6 @@ def render(stats: EngineStats, model_name: str, queued: int = 0) -> bytes:
 
 @dataclass(eq=False, slots=True)
 class _Collector:
-    """Converts the counters of an engine to Prometheus metric families."""
-
     stats: EngineStats
     model_name: str
     queued: int
@@ -66,7 +64,6 @@ class _Collector:
 
 
 def _gauges(stats: EngineStats, queued: int) -> Iterator[tuple[str, str, float]]:
-    """Yield name, help text and value of each gauge."""
     yield "num_requests_running", "Running requests.", stats.num_running
     yield "num_requests_waiting", "Queued requests.", stats.num_waiting + queued
     yield "kv_cache_usage_perc", "Share of KV cache blocks in use, 0 to 1.", stats.kv_cache_usage

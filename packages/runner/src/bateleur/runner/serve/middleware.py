@@ -49,19 +49,14 @@ class AccessMiddleware:
     def _refusal(self, scope: Scope) -> Response | None:
         path = scope["path"].removeprefix(scope.get("root_path", ""))
         if path.startswith("/v1") and self._keys and scope["method"] != "OPTIONS" and not self._has_valid_key(scope):
-            return response_of(
-                http_error(
-                    401,
-                    "incorrect API key provided: Authorization (Bearer) or x-api-key must be a key of --api-key",
-                    code="invalid_api_key",
-                    headers={"WWW-Authenticate": "Bearer"},
-                ),
-                path,
-            )
-        if self._service.stopping and scope["method"] == "POST":
+            message = "incorrect API key provided: Authorization (Bearer) or x-api-key must be a key of --api-key"
+            error = http_error(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
+        elif self._service.stopping and scope["method"] == "POST":
             message = "the server is stopping and accepts no more requests"
-            return response_of(http_error(503, message, code="stopping", headers={"Retry-After": "1"}), path)
-        return None
+            error = http_error(503, message, code="stopping", headers={"Retry-After": "1"})
+        else:
+            return None
+        return response_of(error, path)
 
     def _has_valid_key(self, scope: Scope) -> bool:
         """Return whether the request has a valid API key. Every key is compared in constant time."""

@@ -25,10 +25,7 @@ _ABORT_SECONDS = 5
 
 
 def run(llm: AsyncLLM, config: ServeConfig, listener: socket.socket, ready: Callable[[], None]) -> bool:
-    """Serve on a socket until a signal arrives and running requests end. Returns False if the engine failed.
-
-    ready: called when the server accepts requests.
-    """
+    """Serve until a signal arrives and requests end. ready: called at the start. Returns False if the engine failed."""
     app = build_app(llm, config)
     service: Service = app.state.service
 

@@ -40,8 +40,7 @@ class Service:
     def __init__(self, llm: AsyncLLM, config: ServeConfig) -> None:
         self.llm, self.config = llm, config
         model = llm.llm.config.model.model
-        folder = None if model is None else Path(model)
-        self.names = served_names(folder, config.served_model_name)
+        self.names = served_names(None if model is None else Path(model), config.served_model_name)
         """Names of the model; replies have the first."""
         self.adapters: dict[str, LoRARequest] = {}
         """LoRA adapters by the names that requests use as `model`."""
@@ -64,10 +63,7 @@ class Service:
         )
 
     def adapter_of(self, name: str | None) -> LoRARequest | None:
-        """Return the LoRA adapter that a request's `model` names; None for the base model, also if `model` is None.
-
-        Raises HTTPException for an unknown name.
-        """
+        """Return the LoRA adapter that `model` names; None for the base model. Raises HTTPException for others."""
         if name is not None and name in self.adapters:
             return self.adapters[name]
         try:
@@ -95,10 +91,7 @@ class Service:
         self.adapters[name] = adapter
 
     async def unload_adapter(self, name: str) -> None:
-        """Unload a LoRA adapter.
-
-        Raises HTTPException for an unknown name, and ValueError if unfinished requests use the adapter.
-        """
+        """Unload a LoRA adapter. Raises HTTPException for an unknown name, and ValueError if it is in use."""
         if name not in self.adapters:
             message = f"the adapter {shown(name)} does not exist"
             raise http_error(404, message, param="lora_name", code="model_not_found")
@@ -122,8 +115,6 @@ class Service:
         queued = max(0, self.llm.num_unfinished - stats.num_running - stats.num_waiting)
         return metrics.render(stats, self.names[0], queued)
 
-    # --- requests -----------------------------------------------------------------------------------------
-
     async def submit(self, prompts: Sequence[Mapping[str, Any]], parsed: APIRequest, reply_id: str) -> OutputReader:
         """Queue all prompts of a request. Raises HTTPException, and queues none, if any is invalid."""
         kind = RequestOutputKind.DELTA if parsed.stream else RequestOutputKind.FINAL_ONLY
@@ -132,9 +123,8 @@ class Service:
             self.check_counts(len(prompts), params)
             # A prompt with one field is passed as its value, so that errors name it as the body does.
             given: list[Any] = [next(iter(each.values())) if len(each) == 1 else each for each in prompts]
-            if params.truncate_prompt_tokens is None:
-                for each in given:
-                    self._check_length(each)
+            for each in given if params.truncate_prompt_tokens is None else ():
+                self._check_length(each)
             ids = [f"{reply_id}-{i}" for i in range(len(prompts))]
             adapter = self.adapter_of(parsed.model)
             return await self.llm.submit(given, params, request_ids=ids, priority=parsed.priority, lora_request=adapter)
@@ -143,10 +133,8 @@ class Service:
         """Raise ValueError for too many prompts, continuations or log probabilities."""
         room = self.llm.llm.limits.max_num_seqs + self.config.max_queued_requests
         if num_prompts * params.n > room:
-            raise ValueError(
-                f"prompt has {num_prompts} entries for n = {params.n} answers each; max_num_seqs and "
-                f"max_queued_requests leave room for {room}"
-            )
+            given = f"prompt has {num_prompts} entries for n = {params.n} answers each"
+            raise ValueError(f"{given}; max_num_seqs and max_queued_requests leave room for {room}")
         most, named = self.config.max_logprobs, params.logprob_token_ids or ()
         if most != -1 and len(named) > most:
             refuse("logprob_token_ids", named, f"at most max_logprobs = {most} token ids")

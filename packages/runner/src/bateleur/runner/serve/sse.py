@@ -19,10 +19,7 @@ DONE = b"data: [DONE]\n\n"
 
 
 class EventStream(StreamingResponse):
-    """Streaming response. Its generator is closed when the client disconnects.
-
-    named: write the type of each event before it, without `DONE` at the end.
-    """
+    """Streaming response. named: write the type of each event before it, without `DONE` at the end."""
 
     media_type = "text/event-stream"
 
@@ -64,10 +61,7 @@ async def _encode(events: AsyncGenerator[dict[str, Any], None], named: bool) -> 
 async def chunks(
     parts: AsyncGenerator[dict[str, Any], None], parsed: APIRequest, head: dict[str, Any], usage: Usage
 ) -> AsyncGenerator[dict[str, Any], None]:
-    """Yield every chunk of a stream, then the usage if requested.
-
-    parts: fields that differ between chunks. head: fields of every chunk. usage: updated by `parts`.
-    """
+    """Yield every chunk, `head` and the fields of a part, then the usage if requested. `parts` updates `usage`."""
     async with aclosing(parts):
         async for part in parts:
             chunk = {**head, **part}

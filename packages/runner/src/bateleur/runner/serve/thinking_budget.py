@@ -42,9 +42,8 @@ class ThinkingBudget:
     opened: bool
     """Whether the prompt opens the reasoning."""
     begin: int | None
-    """Id of the token that begins the reasoning."""
     end: int
-    """Id of the token that ends the reasoning."""
+    """Ids of the tokens that begin and end the reasoning."""
 
     @classmethod
     def of(
@@ -54,13 +53,12 @@ class ThinkingBudget:
         budget, params, opened = parsed.thinking_token_budget, prepared.params, prepared.phase == "opened"
         if budget is None or prepared.phase == "none":
             return None
-        end = service.chat_format.reasoning_end_id
-        if end is None and not opened:
-            log_once(_log, f"thinking_token_budget is ignored: {THINK_END} is not a single token of this model")
+        if (end := service.chat_format.reasoning_end_id) is None:
+            reason = f"{THINK_END} is not a single token of this model"
+            if opened:
+                refuse("thinking_token_budget", budget, f"absent: {reason}")
+            log_once(_log, f"thinking_token_budget is ignored: {reason}")
             return None
-        if end is None:
-            rule = f"absent: {THINK_END} is not a single token of this model"
-            refuse("thinking_token_budget", budget, rule)
         service.check_counts(1, params)
         if params.truncate_prompt_tokens is None:
             left = max(1, service.llm.llm.limits.max_model_len - len(prompt["prompt_token_ids"]))
@@ -69,8 +67,7 @@ class ThinkingBudget:
             return None
         if params.seed is None:  # the first token may be sampled twice
             params = replace(params, seed=secrets.randbits(63))
-        begin = service.chat_format.reasoning_begin_id
-        return cls(service, parsed, prompt, params, budget, opened, begin, end)
+        return cls(service, parsed, prompt, params, budget, opened, service.chat_format.reasoning_begin_id, end)
 
     async def submit(self, reply_id: str) -> AsyncGenerator[RequestOutput, None]:
         """Submit all continuations. Returns their outputs, as those of one request."""
@@ -91,10 +88,7 @@ class ThinkingBudget:
         return _as_continuations(outputs, f"{reply_id}-0")
 
     async def _begin(self, reply_id: str) -> OutputReader:
-        """Submit a request that generates the reasoning. Return the reader of its outputs.
-
-        If the prompt has not opened the reasoning, generate one token first, to see whether it is the begin tag.
-        """
+        """Submit the reasoning, or one token if the prompt has not opened the reasoning: it may be the begin tag."""
         if self.opened:
             return await self._submit_reasoning(self.prompt, reply_id)
         params = replace(self.params, max_tokens=1, min_tokens=min(1, self.params.min_tokens))
@@ -111,8 +105,7 @@ class ThinkingBudget:
                 yield first
                 return
             if bounded := completion.token_ids == [self.begin] and completion.finish_reason == "length":
-                written.append(completion.token_ids[0])
-                completion.finish_reason, first.finished = None, False
+                written, completion.finish_reason, first.finished = [*completion.token_ids], None, False
                 yield first
                 reader = await self._submit_reasoning(_extended_prompt(first, written), reply_id)
             else:
@@ -135,13 +128,10 @@ class ThinkingBudget:
             return
         assert first is not None
         prompt = _extended_prompt(first, written)
-        prepared, max_tokens = (self.service.chat_format.prepare(self.parsed, prompt), self.params.max_tokens)
-        params = replace(
-            prepared.params,
-            seed=self.params.seed,
-            max_tokens=None if max_tokens is None else max_tokens - len(written),
-            min_tokens=max(0, self.params.min_tokens - len(written)),
-        )
+        params, max_tokens = self.service.chat_format.prepare(self.parsed, prompt).params, self.params.max_tokens
+        left = None if max_tokens is None else max_tokens - len(written)
+        least = max(0, self.params.min_tokens - len(written))
+        params = replace(params, seed=self.params.seed, max_tokens=left, min_tokens=least)
         answer_reader = await self._submit(prompt, _without_prompt(params), reply_id)
         async with aclosing(self.service.outputs(answer_reader)) as reports:
             async for output in reports:
@@ -159,10 +149,7 @@ class ThinkingBudget:
         return await self.service.submit([prompt], replace(self.parsed, params=params, stream=True), reply_id)
 
     def _answer_follows(self, completion: CompletionOutput, written: list[int]) -> bool:
-        """Return whether only the reasoning ended (end tag or budget), and max_tokens leaves room for an answer.
-
-        written: tokens generated so far.
-        """
+        """Return whether only the reasoning ended (end tag or budget), and max_tokens leaves room for an answer."""
         room = self.params.max_tokens is None or len(written) + 1 < self.params.max_tokens
         ended = completion.finish_reason == "stop" and written[-1:] == [self.end]
         return room and (ended or completion.finish_reason == "length")
@@ -206,7 +193,6 @@ async def _as_continuations(
 
 
 def _extended_prompt(first: RequestOutput, written: list[int]) -> ChatPrompt:
-    """Return the prompt of the first output, extended by the tokens `written`."""
     return ChatPrompt(prompt=first.prompt or "", prompt_token_ids=[*first.prompt_token_ids, *written])
 
 
@@ -217,7 +203,7 @@ def _without_prompt(params: SamplingParams) -> SamplingParams:
 
 def _without_tokens(completion: CompletionOutput) -> CompletionOutput:
     """Return the completion without tokens, with finish reason `length`."""
-    logprobs: list[dict[int, Logprob]] | None = None if completion.logprobs is None else []
+    logprobs = None if completion.logprobs is None else completion.logprobs[:0]
     return replace(completion, text="", token_ids=[], logprobs=logprobs, drafted=[], tags=[], finish_reason="length")
 
 

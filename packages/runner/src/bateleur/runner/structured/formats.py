@@ -50,8 +50,5 @@ def triggered(tags: Sequence[Format], triggers: Sequence[str]) -> Format:
 
 
 def up_to_tag(tags: Sequence[Format], triggers: Sequence[str], excludes: Sequence[str]) -> Format:
-    """Build a format that accepts free text that ends with one of the tags and does not contain `excludes`.
-
-    xgrammar has no such format.
-    """
+    """Build a format that accepts free text without `excludes` that ends with a tag. xgrammar has no such format."""
     return {**triggered(tags, triggers), "excludes": excludes, "last": True}

@@ -10,15 +10,8 @@ from threading import Lock
 from typing import TYPE_CHECKING
 
 from bateleur.runner.errors import MissingExtra
-from bateleur.runner.structured.library import (
-    HEAD,
-    SPECIAL,
-    error_line,
-    json_grammar,
-    lark_rules,
-    library_tokenizer,
-    pattern,
-)
+from bateleur.runner.structured import library
+from bateleur.runner.structured.library import HEAD, SPECIAL
 from bateleur.runner.structured.matcher import CompiledGrammar, Matcher
 from bateleur.runner.structured.structural_tag import TagTokens, compile_structural_tag, escaped
 from bateleur.runner.structured.trial import GrammarCompilers
@@ -69,7 +62,7 @@ def _vocabulary(tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Collection
     if not ends:  # llguidance needs one: an id after the last token, which no mask includes
         ends = [vocab_size]
         tokens.append(SPECIAL)
-    return library_tokenizer(tokens, ends)
+    return library.library_tokenizer(tokens, ends)
 
 
 class Grammars:
@@ -78,14 +71,14 @@ class Grammars:
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Collection[int]) -> None:
         """Builds the vocabulary and imports llguidance only at the first use."""
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
-        self._eos_token_ids = frozenset(eos_token_ids)
+        self._ends = frozenset(eos_token_ids)
         tags = {text: token for token, text in tag_tokens(tokenizer).items() if token < vocab_size}
         special = frozenset(token for token in special_token_ids(tokenizer) if token < vocab_size)
-        self._tag_tokens = TagTokens(tags, special, self._eos_token_ids)
+        self._tag_tokens = TagTokens(tags, special, self._ends)
         self._vocabulary: LLTokenizer | None = None
         self._vocabulary_lock = Lock()
         self._test = lru_cache(_CACHE_SIZE)(self._test_in_child)
-        self._compiled = lru_cache(_CACHE_SIZE)(self._compile)
+        self._compiled = lru_cache(_CACHE_SIZE)(lambda source: CompiledGrammar(self.prepare(), self._ends, source))
 
     def matcher(
         self, params: StructuredOutputsParams, stop_token_ids: Collection[int], *, already_compiled: bool = False
@@ -116,15 +109,12 @@ class Grammars:
                     raise MissingExtra(
                         f"structured_outputs needs llguidance, which comes with an extra: {install}"
                     ) from error
-                self._vocabulary = _vocabulary(self._tokenizer, self._vocab_size, self._eos_token_ids)
+                self._vocabulary = _vocabulary(self._tokenizer, self._vocab_size, self._ends)
             return self._vocabulary
 
     def _test_in_child(self, source: str) -> None:
         if error := _COMPILERS.error(source, self._vocab_size):
-            raise ValueError(error_line(error))
-
-    def _compile(self, source: str) -> CompiledGrammar:
-        return CompiledGrammar(self.prepare(), self._eos_token_ids, source)
+            raise ValueError(library.error_line(error))
 
 
 _COMPILERS = GrammarCompilers()
@@ -132,10 +122,7 @@ atexit.register(_COMPILERS.close)
 
 
 def grammar_source(params: StructuredOutputsParams, tokens: TagTokens) -> str:
-    """Return the source text of a grammar for llguidance. Grammars with equal sources are equal.
-
-    Raises ValueError for EBNF that can't be parsed, and for an invalid structural tag.
-    """
+    """Return the text of a grammar for llguidance. Raises ValueError for invalid EBNF and structural tags."""
     compact = params.disable_any_whitespace
     if params.structural_tag is not None:
         grammars = compile_structural_tag(json.loads(str(params.structural_tag)), tokens, compact=compact)
@@ -143,11 +130,11 @@ def grammar_source(params: StructuredOutputsParams, tokens: TagTokens) -> str:
         schema = {"type": "object"} if params.json is None else json.loads(str(params.json))
         grammars = [
             {"lark_grammar": f"{HEAD}start: @schema\n"},
-            {"name": "schema", **json_grammar(schema, compact=compact)},
+            {"name": "schema", **library.json_grammar(schema, compact=compact)},
         ]
     elif params.grammar is not None:
-        grammars = [{"lark_grammar": HEAD + lark_rules(params.grammar)}]
+        grammars = [{"lark_grammar": HEAD + library.lark_rules(params.grammar)}]
     else:
-        regex = "|".join(map(escaped, params.choice or ())) if params.regex is None else pattern(params.regex)
+        regex = "|".join(map(escaped, params.choice or ())) if params.regex is None else library.pattern(params.regex)
         grammars = [{"lark_grammar": f"{HEAD}start: /{regex}/\n"}]
     return json.dumps({"grammars": grammars}, ensure_ascii=False)

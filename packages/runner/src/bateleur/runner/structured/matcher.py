@@ -20,10 +20,7 @@ class CompiledGrammar:
     """A compiled grammar over a vocabulary. num_words: number of 32-bit words in a token mask."""
 
     def __init__(self, vocabulary: LLTokenizer, eos_token_ids: frozenset[int], source: str) -> None:
-        """Compile the grammar.
-
-        Raises ValueError if it is over the limits, or if these tokens can't form any matching text.
-        """
+        """Raises ValueError if the grammar is over the limits, or if these tokens can't form any matching text."""
         self._vocabulary, self._source, self.eos_token_ids = vocabulary, source, eos_token_ids
         self.num_words = -(-vocabulary.vocab_size // 32)
         self._parser = self.compile()
@@ -84,10 +81,7 @@ class Matcher:
         return error_line(self._parser.get_error())
 
     def ended(self, *, without_end: bool = False) -> bool:
-        """Return whether the text can't continue and the model can't end it, so that the engine has to end the request.
-
-        without_end: whether min_tokens forbids end-of-sequence tokens.
-        """
+        """Return whether the engine has to end the request. without_end: min_tokens forbids end tokens."""
         if self._parser.is_error() or not (without_end or not self._ends):
             return False
         if self._parser.is_stopped():
@@ -99,10 +93,7 @@ class Matcher:
         return not mask_1W.any()
 
     def allowed_prefix(self, drafts: Sequence[int]) -> int:
-        """Return the number of leading drafts that the grammar allows.
-
-        An end-of-sequence token is the last draft that counts. The first -1 (no draft) and later drafts do not count.
-        """
+        """Return how many leading drafts the grammar allows, up to an end token or the first -1 (no draft)."""
         known = list(drafts)
         for stop, token in enumerate(known):
             if token < 0 or token in self._no_end:

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 from bateleur.runner.structured.library import HEAD, json_grammar, lark_rules, pattern
 from bateleur.runner.utils.arguments import mapping, refuse, shown
 
+Texts: TypeAlias = tuple[str, ...]
 _TEXT = "/(?s:.+)/"
 _MAX_DEPTH = 64
 """Maximum depth of nested formats."""
@@ -39,14 +40,10 @@ class TagTokens:
 
 
 def compile_structural_tag(tag: Mapping[str, Any], tokens: TagTokens, *, compact: bool) -> list[dict[str, Any]]:
-    """Return grammars for llguidance; the first refers to the others. compact: allow no white space in JSON.
-
-    Raises ValueError that names a wrong field.
-    """
+    """Return grammars for llguidance; the first refers to the others. Raises ValueError that names a wrong field."""
     compiler = _Compiler(tokens, compact)
-    start = compiler.format("format", _format_of(tag), 0)
-    rules = "\n".join([f"start: {start}", *compiler.rules])
-    return [{"lark_grammar": f"{HEAD}{rules}\n"}, *compiler.grammars]
+    start = compiler.format(_Part("format", mapping("format", _format_of(tag)), 0))
+    return [{"lark_grammar": "\n".join([f"{HEAD}start: {start}", *compiler.rules, ""])}, *compiler.grammars]
 
 
 def _property_schema(schema: Mapping[str, Any], key: str) -> Mapping[str, Any]:
@@ -71,11 +68,41 @@ def at_pointer(schema: Any, pointer: str) -> Any:
     return schema
 
 
-class _Compiler:
-    """Collects the grammar rules of one structural tag. Methods return expressions or names of rules.
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A format of the request: its path for messages, its fields, and how deep it is nested."""
 
-    place: path of a format in the request, for messages. part: a format. depth: nesting depth.
-    """
+    place: str
+    fields: Mapping[str, Any]
+    depth: int
+
+    @property
+    def kind(self) -> object:
+        return self.fields.get("type")
+
+    def inner(self, name: str, given: object = ...) -> _Part:
+        place = f"{self.place}.{name}"
+        return _Part(place, mapping(place, self.fields.get(name) if given is ... else given), self.depth + 1)
+
+    def several(self, name: str) -> Iterator[_Part]:
+        given = self.fields.get(name)
+        if not isinstance(given, list | tuple) or not given:
+            refuse(f"{self.place}.{name}", given, "a list that is not empty")
+        return (self.inner(f"{name}[{i}]", each) for i, each in enumerate(given))
+
+    def text(self, name: str) -> str:
+        value = self.fields.get(name)
+        return value if isinstance(value, str) else refuse(f"{self.place}.{name}", value, "text")
+
+    def texts(self, name: str, default: object = None) -> Texts:
+        value = self.fields.get(name, default)
+        if not isinstance(value, list | tuple) or not all(isinstance(each, str) for each in value):
+            refuse(f"{self.place}.{name}", value, "a list of texts")
+        return tuple(value)
+
+
+class _Compiler:
+    """Collects the grammar rules of one structural tag. Methods return expressions or names of rules."""
 
     def __init__(self, tokens: TagTokens, compact: bool) -> None:
         self._tokens, self._compact = tokens, compact
@@ -87,108 +114,94 @@ class _Compiler:
         known = sorted(tokens.tags, key=len, reverse=True)
         self._tag = re.compile("|".join(map(re.escape, known)) or "(?!)")
 
-    def format(self, place: str, given: object, depth: int) -> str:
-        part = mapping(place, given)
-        if depth > _MAX_DEPTH:
+    def format(self, part: _Part) -> str:
+        if part.depth > _MAX_DEPTH:
             raise ValueError(f"format is nested too deeply: it has more than {_MAX_DEPTH} levels")
-        match part.get("type"):
-            case "sequence" | "or":
-                return self._elements(place, part, depth)
+        match part.kind:
+            case "sequence":
+                return f"({' '.join(map(self.format, part.several('elements')))})"
+            case "or":
+                return self._either(part)
             case "optional" | "star" | "plus" as kind:
-                content = self.format(f"{place}.content", part.get("content"), depth + 1)
-                return f"({content}){_REPEATS[kind]}"
+                return f"({self.format(part.inner('content'))}){_REPEATS[kind]}"
             case "tag":
-                begin = self._literal(_text(f"{place}.begin", part.get("begin")))
-                return f"({begin} {self._after_begin(place, part, depth)})"
+                return f"({self._literal(part.text('begin'))} {self._after_begin(part)})"
             case "structural_tag":
-                return self.format(f"{place}.format", _format_of(part), depth + 1)
+                return self.format(part.inner("format", _format_of(part.fields)))
             case "triggered_tags":
-                return self._triggered(place, part, (), depth)
+                return self._triggered(part, ())
             case "tags_with_separator":
-                return self._separated(place, part, depth)
-        return self._leaf(place, part)
+                return self._separated(part)
+        return self._leaf(part)
 
-    def _leaf(self, place: str, part: Mapping[str, Any]) -> str:
-        """Return the grammar expression of a format without inner formats."""
-
-        def text(name: str) -> str:
-            return _text(f"{place}.{name}", part.get(name))
-
-        match part.get("type"):
+    def _leaf(self, part: _Part) -> str:
+        match part.kind:
             case "const_string":
-                return self._literal(text("value"))
+                return self._literal(part.text("value"))
             case "json_schema":
-                return self._json(f"{place}.json_schema", part.get("json_schema"))
+                return self._json(f"{part.place}.json_schema", part.fields.get("json_schema"))
             case "qwen_xml_parameter":
-                return self._parameters(mapping(f"{place}.json_schema", part.get("json_schema")))
+                return self._parameters(part.inner("json_schema").fields)
             case "python_arguments":
-                return self._keywords(mapping(f"{place}.json_schema", part.get("json_schema")))
+                return self._keywords(part.inner("json_schema").fields)
             case "regex":
-                return f"/{pattern(text('pattern'))}/"
+                return f"/{pattern(part.text('pattern'))}/"
             case "grammar":
-                return self._grammar({"lark_grammar": lark_rules(text("grammar"))})
+                return self._grammar({"lark_grammar": lark_rules(part.text("grammar"))})
             case "any_text":
-                return self._segments({}, (), _texts(f"{place}.excludes", part.get("excludes", ())))
-        refuse(f"{place}.type", part.get("type"), f"one of {', '.join(_TYPES)}")
+                return self._segments({}, (), part.texts("excludes", ()))
+        refuse(f"{part.place}.type", part.kind, f"one of {', '.join(_TYPES)}")
 
-    # --- formats ---------------------------------------------------------------------------------------------
-
-    def _elements(self, place: str, part: Mapping[str, Any], depth: int) -> str:
-        given = _several(f"{place}.elements", part.get("elements"))
-        between = " " if part["type"] == "sequence" else " | "
-        if between == " | " and all(isinstance(each, Mapping) and each.get("type") == "const_string" for each in given):
-            texts = [_text(f"{place}.elements[{i}].value", each.get("value")) for i, each in enumerate(given)]
+    def _either(self, part: _Part) -> str:
+        given = part.fields.get("elements")
+        if isinstance(given, list | tuple) and all(
+            isinstance(each, Mapping) and each.get("type") == "const_string" for each in given
+        ):
+            texts = [each.text("value") for each in part.several("elements")]
             if not any(map(self._tag.search, texts)):
                 return f"/{'|'.join(map(escaped, texts))}/"
-        elements = [self.format(f"{place}.elements[{i}]", each, depth + 1) for i, each in enumerate(given)]
-        return f"({between.join(elements)})"
+        return f"({' | '.join(map(self.format, part.several('elements')))})"
 
-    def _after_begin(self, place: str, part: Mapping[str, Any], depth: int) -> str:
+    def _after_begin(self, part: _Part) -> str:
         """Return the expression of what follows the begin text of a `tag` format: its content and its end."""
-        given = part.get("end", "")
-        ends = (given,) if isinstance(given, str) else _texts(f"{place}.end", given)
-        stops = tuple(filter(None, ends))
-        at, content = f"{place}.content", mapping(f"{place}.content", part.get("content"))
-        if stops and content.get("type") == "any_text":
-            return self._segments({}, stops, _texts(f"{at}.excludes", content.get("excludes", ())))
-        if stops and content.get("type") == "triggered_tags":
-            return self._triggered(at, content, stops, depth + 1)
-        return f"{self.format(at, content, depth + 1)} ({' | '.join(map(self._literal, ends))})"
+        given = part.fields.get("end", "")
+        ends = (given,) if isinstance(given, str) else part.texts("end")
+        stops, content = tuple(filter(None, ends)), part.inner("content")
+        if stops and content.kind == "any_text":
+            return self._segments({}, stops, content.texts("excludes", ()))
+        if stops and content.kind == "triggered_tags":
+            return self._triggered(content, stops)
+        return f"{self.format(content)} ({' | '.join(map(self._literal, ends))})"
 
-    def _triggered(self, place: str, part: Mapping[str, Any], ends: Sequence[str], depth: int) -> str:
-        """Return the expression of a `triggered_tags` format, and of one of the texts `ends` after it, if any."""
-        triggers = _texts(f"{place}.triggers", part.get("triggers"))
+    def _triggered(self, part: _Part, ends: Texts) -> str:
+        triggers = part.texts("triggers")
         bodies: dict[str, list[str]] = {}
-        for i, each in enumerate(_several(f"{place}.tags", part.get("tags"))):
-            at, tag = f"{place}.tags[{i}]", mapping(f"{place}.tags[{i}]", each)
-            begin = _text(f"{at}.begin", tag.get("begin"))
+        for tag in part.several("tags"):
+            begin = tag.text("begin")
             trigger = next((trigger for trigger in triggers if trigger and begin.startswith(trigger)), None)
             if trigger is None:
-                refuse(f"{at}.begin", begin, f"text that begins with one of the triggers {shown(triggers)}")
-            rest = f"{self._literal(begin.removeprefix(trigger))} {self._after_begin(at, tag, depth + 1)}"
+                rule = f"text that begins with one of the triggers {shown(triggers)}"
+                refuse(f"{tag.place}.begin", begin, rule)
+            rest = f"{self._literal(begin.removeprefix(trigger))} {self._after_begin(tag)}"
             bodies.setdefault(trigger, []).append(rest)
         calls = {trigger: self._rule(" | ".join(each)) for trigger, each in bodies.items()}
-        excludes = _texts(f"{place}.excludes", part.get("excludes", ()))
-        if part.get("last"):
+        excludes = part.texts("excludes", ())
+        if part.fields.get("last"):
             return self._segments(calls, (), excludes, last=True)
-        once, first = bool(part.get("stop_after_first")), bool(part.get("at_least_one"))
+        once = bool(part.fields.get("stop_after_first"))
         end = f"({' | '.join(map(self._literal, ends))})" if ends else ""
-        if not first:
+        if not part.fields.get("at_least_one"):
             return self._segments(calls, ends, excludes, after=end if once else None)
         call = " | ".join(f"{self._literal(trigger)} {body}" for trigger, body in calls.items())
         return f"({call}) {end if once else self._segments(calls, ends, excludes)}"
 
-    def _separated(self, place: str, part: Mapping[str, Any], depth: int) -> str:
-        """Return the expression of a `tags_with_separator` format."""
-        given = _several(f"{place}.tags", part.get("tags"))
-        tags = [self.format(f"{place}.tags[{i}]", each, depth + 1) for i, each in enumerate(given)]
-        one = self._rule(" | ".join(tags))
-        separator = self._literal(_text(f"{place}.separator", part.get("separator")))
-        several = one if part.get("stop_after_first") else f"{one} ({separator} {one})*"
-        return f"({several})" if part.get("at_least_one") else f"({several})?"
+    def _separated(self, part: _Part) -> str:
+        one = self._rule(" | ".join(map(self.format, part.several("tags"))))
+        separator = self._literal(part.text("separator"))
+        several = one if part.fields.get("stop_after_first") else f"{one} ({separator} {one})*"
+        return f"({several})" if part.fields.get("at_least_one") else f"({several})?"
 
     def _parameters(self, schema: Mapping[str, Any]) -> str:
-        """Return the expression of a function's parameters in Qwen3-Coder's notation, in the order of the schema."""
         properties = schema.get("properties")
         if not isinstance(properties, Mapping) or not properties:
             if schema.get("additionalProperties") is False:
@@ -210,7 +223,7 @@ class _Compiler:
     def _keywords(self, schema: Mapping[str, Any]) -> str:
         """Return keyword arguments in Python's notation: required ones in the order of the schema, then optional ones.
 
-        Each optional argument gets one rule that refers to the rules of later ones, so the grammar's size is linear.
+        The rule of an optional argument refers to the rules of later ones, so the grammar's size is linear.
         """
         properties = schema.get("properties")
         if not isinstance(properties, Mapping) or not properties:
@@ -229,16 +242,8 @@ class _Compiler:
                 first, after = self._rule(f"{one} {after} | {first}"), self._rule(f'(", " {one})? {after}')
         return ' ", " '.join(needed) + f" {after}" if needed else first
 
-    # --- parts of rules --------------------------------------------------------------------------------------
-
     def _segments(
-        self,
-        calls: Mapping[str, str],
-        ends: Sequence[str],
-        excludes: Sequence[str],
-        *,
-        after: str | None = None,
-        last: bool = False,
+        self, calls: Mapping[str, str], ends: Texts, excludes: Texts, *, after: str | None = None, last: bool = False
     ) -> str:
         """Return the expression of free text in which each trigger starts a call.
 
@@ -262,7 +267,7 @@ class _Compiler:
             return name
         return text
 
-    def _text(self, excludes: Sequence[str], special: Collection[int]) -> str:
+    def _text(self, excludes: Texts, special: Collection[int]) -> str:
         """Return the expression of text without the tags `excludes`, in which the tokens `special` may occur."""
         tags, specials = self._tokens.tags, self._tokens.special
         texts = "|".join(escaped(tag) for tag in excludes if tags.get(tag) not in specials)
@@ -270,10 +275,7 @@ class _Compiler:
         return f"({text} | <[{','.join(map(str, sorted(special)))}]>)*" if special else f"{text}?"
 
     def _text_up_to(self, tag: str) -> str:
-        """Return the expression of text that ends with its first occurrence of a tag.
-
-        If the tag is one token, free text can't contain it, so the expression is only the tag.
-        """
+        """Return text that ends with its first occurrence of a tag. Free text can't contain a tag that is one token."""
         return self._literal(tag) if tag in self._tokens.tags else self._lazy(f"(?s:.*){escaped(tag)}")
 
     def _literal(self, text: str) -> str:
@@ -352,30 +354,11 @@ def _format_of(tag: Mapping[str, Any]) -> object:
     """Return the format of a structural tag. An older notation with structures and triggers is converted."""
     if "structures" not in tag:
         return tag.get("format")
-    tags = [
-        {
-            **{"type": "tag", "begin": each.get("begin"), "end": each.get("end", "")},
-            "content": {"type": "json_schema", "json_schema": each.get("schema", {})},
-        }
-        for i, given in enumerate(_several("structures", tag["structures"]))
-        for each in [mapping(f"structures[{i}]", given)]
-    ]
+    given, tags = tag["structures"], []
+    if not isinstance(given, list | tuple) or not given:
+        refuse("structures", given, "a list that is not empty")
+    for i, structure in enumerate(given):
+        each = mapping(f"structures[{i}]", structure)
+        content = {"type": "json_schema", "json_schema": each.get("schema", {})}
+        tags.append({"type": "tag", "begin": each.get("begin"), "content": content, "end": each.get("end", "")})
     return {"type": "triggered_tags", "triggers": tag.get("triggers"), "tags": tags}
-
-
-def _text(place: str, value: object) -> str:
-    if not isinstance(value, str):
-        refuse(place, value, "text")
-    return value
-
-
-def _several(place: str, value: object) -> Sequence[Any]:
-    if not isinstance(value, list | tuple) or not value:
-        refuse(place, value, "a list that is not empty")
-    return value
-
-
-def _texts(place: str, value: object) -> tuple[str, ...]:
-    if not isinstance(value, list | tuple) or not all(isinstance(each, str) for each in value):
-        refuse(place, value, "a list of texts")
-    return tuple(value)

@@ -38,10 +38,7 @@ class GrammarCompilers:
         self._idle: list[Popen[str]] = []
 
     def error(self, source: str, num_tokens: int) -> str:
-        """Return the error of a grammar; empty if it compiles within `MAX_SECONDS` of processor time.
-
-        num_tokens: size of the vocabulary. The grammar may contain ids of these tokens.
-        """
+        """Return the error of a grammar; empty if it compiles in `MAX_SECONDS`. num_tokens: size of the vocabulary."""
         try:
             child = self._idle.pop()
         except IndexError:

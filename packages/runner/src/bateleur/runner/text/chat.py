@@ -88,7 +88,6 @@ def render(
 
 
 def _write(template: Callable[[list[dict[str, Any]]], str], conversation: list[dict[str, Any]]) -> str:
-    """Run the template and return its output. Raises ValueError if the template raises."""
     places = [i for i, each in enumerate(conversation) if each["role"] in _SYSTEM]
     system = [text for i in places if (text := conversation[i]["content"].strip())]
     written, refusal = "", None

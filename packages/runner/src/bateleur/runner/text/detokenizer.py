@@ -138,10 +138,8 @@ class IncrementalDetokenizer:
     def _shorten_partial(self) -> str:
         """Drop old tokens of a long window that ends in invalid bytes. Returns the new text.
 
-        The window is split where the texts of both halves join to the text of the whole.
-
-        Every token in the window has at least one byte, and a UTF-8 sequence at most four. So at least one of four
-        adjacent token borders splits no sequence, and the text after it is long enough to check that.
+        The window is split where the texts of both halves join to the text of the whole. A UTF-8 sequence has at most
+        four bytes, so at least one of four adjacent token borders splits none.
         """
         for cut in range(len(self._window) - 5, len(self._window) - 9, -1):
             left, right = self._decode(self._window[:cut]), self._decode(self._window[cut:])

@@ -55,24 +55,16 @@ class FileTokenizer:
         self,
         conversation: Sequence[Mapping[str, Any]],
         *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template: str | None = None,
         continue_final_message: bool = False,
         tokenize: Literal[False] = False,
         **names: Any,
     ) -> str:
-        """Return the text that the template writes for a conversation, see `write_chat`.
-
-        names: further variables of the template; they override special tokens. tokenize: as in transformers.
-        """
+        """Return a conversation as text. names: variables of the template, which override special tokens."""
         from bateleur.runner.text.template import write_chat
 
         template = self.chat_template if chat_template is None else chat_template
         if template is None:
             raise ValueError("the checkpoint has no chat template")
-        return write_chat(
-            template,
-            conversation,
-            continue_final_message=continue_final_message,
-            names={**self.special_tokens_map, "tools": tools, "documents": None, **names},
-        )
+        names = {**self.special_tokens_map, "tools": None, "documents": None, **names}
+        return write_chat(template, conversation, continue_final_message=continue_final_message, names=names)

@@ -47,18 +47,20 @@ def checked_tools(tools: object) -> list[dict[str, Any]] | None:
     """Return the functions that the model may call, or None. Raises ValueError that names the place of an error."""
     if tools is None:
         return None
-    checked = []
-    for i, each in enumerate(_sequence("tools", tools, "a list of tools, or None")):
-        name = f"tools[{i}]"
-        tool = _mapping(name, each)
-        if tool.get("type") != "function":
-            refuse(f"{name}.type", tool.get("type"), "'function'")
-        function = _mapping(f"{name}.function", tool.get("function"))
-        text(f"{name}.function.name", function.get("name"))
-        if function.get("parameters") is not None:
-            _mapping(f"{name}.function.parameters", function["parameters"])
-        checked.append(tool)
-    return checked or None
+    listed = _sequence("tools", tools, "a list of tools, or None")
+    return [checked_tool(f"tools[{i}]", each) for i, each in enumerate(listed)] or None
+
+
+def checked_tool(name: str, given: object) -> dict[str, Any]:
+    """Return one function that the model may call. Raises ValueError that begins with `name`."""
+    tool = _mapping(name, given)
+    if tool.get("type") != "function":
+        refuse(f"{name}.type", tool.get("type"), "'function'")
+    function = _mapping(f"{name}.function", tool.get("function"))
+    text(f"{name}.function.name", function.get("name"))
+    if function.get("parameters") is not None:
+        _mapping(f"{name}.function.parameters", function["parameters"])
+    return tool
 
 
 def is_conversation(messages: object) -> bool:
@@ -89,10 +91,7 @@ def _normalise(name: str, message: dict[str, Any], *, asked: bool) -> None:
 
 
 def _content(name: str, content: object, message: dict[str, Any], *, asked: bool) -> str:
-    """Join the parts of a content with newlines, as vLLM does. asked: see `_normalise`.
-
-    None becomes "", because some templates do not know None.
-    """
+    """Return a content as one text. Parts are joined with newlines, as vLLM does. asked: see `_normalise`."""
     if content is None:
         return ""
     if isinstance(content, str):

@@ -1,8 +1,6 @@
 """Runs chat templates (Jinja programs) with the environment that transformers gives them.
 
-The environment has: blocks that leave no empty lines, a `tojson` without HTML escapes, `raise_exception`,
-`strftime_now`, `break` and `continue`, `{% generation %}`, and special tokens as variables. Templates are untrusted:
-they run in Jinja's sandbox and get plain data only.
+Templates are untrusted: they run in Jinja's sandbox and get plain data only.
 """
 
 from __future__ import annotations

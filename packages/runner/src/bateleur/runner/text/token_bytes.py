@@ -84,10 +84,7 @@ def partial_character(data: bytes) -> bytes:
 
 
 def piece_decoder(backend: Any) -> Callable[[str], bytes]:
-    """Return a function from a token of the vocabulary to its bytes, for a tokenizer of the tokenizers library.
-
-    Raises ValueError, with the supported decoders, if tokens can't be decoded one by one.
-    """
+    """Return a function from a token of the vocabulary to its bytes. Raises ValueError for other decoders."""
     steps = _steps(json.loads(backend.to_str())["decoder"])
 
     def decode(piece: str) -> bytes:

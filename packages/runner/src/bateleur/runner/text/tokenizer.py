@@ -35,10 +35,7 @@ class NoTokenizer:
 
 
 def tag_tokens(tokenizer: Tokenizer) -> dict[int, str]:
-    """Return ids and texts of tokens that are markup: special tokens, and added tokens in the form of a tag.
-
-    Empty for a tokenizer without the tokenizers library.
-    """
+    """Return markup by token id: special tokens, and added tokens in the form of a tag. Empty without a backend."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         return {}

@@ -102,7 +102,6 @@ def _messages(message: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _parts(content: Any) -> Any:
-    """Convert content blocks to parts of a chat message."""
     if not isinstance(content, list):
         return content
     parts = []

@@ -47,8 +47,7 @@ def router(service: Service) -> APIRouter:
     @routes.post("/v1/messages/count_tokens", openapi_extra=openapi_model(CountTokensBody))
     async def count(request: Request) -> Response:
         """Count the tokens of a conversation."""
-        parsed = await _read(service, request, CountTokensBody)
-        _, prompt = await render_prompt(service, parsed)
+        _, prompt = await render_prompt(service, await _read(service, request, CountTokensBody))
         return JSONText({"input_tokens": len(prompt["prompt_token_ids"])})
 
     return routes
@@ -111,7 +110,6 @@ class _MessageWriter:
         self._json = ""
 
     def begin(self, usage: Block) -> Iterator[StreamEvent]:
-        """Yield the first events. usage: counts of the prompt."""
         self.message["usage"] = usage
         yield {"type": "message_start", "message": {**self.message, "content": []}}
         yield {"type": "ping"}
@@ -123,9 +121,8 @@ class _MessageWriter:
                     yield from self._text("thinking", text)
                 case Content(text):
                     yield from self._text("text", text)
-                case ToolCall():
-                    call = {"type": "tool_use", "id": event.id, "name": event.name, "input": {}}
-                    yield from self._begin(call)
+                case ToolCall(_, call_id, name):
+                    yield from self._begin({"type": "tool_use", "id": call_id, "name": name, "input": {}})
                 case Arguments(_, text):
                     self._json += text
                     yield self._delta({"type": "input_json_delta", "partial_json": text})
@@ -143,8 +140,7 @@ class _MessageWriter:
 
     def _text(self, kind: str, text: str) -> Iterator[StreamEvent]:
         if self._open is None or self._open["type"] != kind:
-            signature = {"signature": ""} if kind == "thinking" else {}
-            yield from self._begin({"type": kind, kind: "", **signature})
+            yield from self._begin({"type": kind, kind: "", **({"signature": ""} if kind == "thinking" else {})})
         assert self._open is not None
         self._open[kind] += text
         yield self._delta({"type": f"{kind}_delta", kind: text})
@@ -156,7 +152,6 @@ class _MessageWriter:
         yield {"type": "content_block_start", "index": self._index, "content_block": dict(block)}
 
     def _close(self) -> Iterator[StreamEvent]:
-        """Yield the events that complete the open content block, if any."""
         if self._open is None:
             return
         if self._open["type"] == "tool_use":

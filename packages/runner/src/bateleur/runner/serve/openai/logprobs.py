@@ -1,8 +1,7 @@
 """Log probabilities in the forms of OpenAI's completions and chat completions, and vLLM's prompt logprobs.
 
 token_ids: tokens of a reply or chunk. logprobs: for each token, the log probabilities at its position, including its
-own.
-num_top: number of most likely tokens to report, -1 for all.
+own. num_top: number of most likely tokens to report, -1 for all. as_ids: write tokens as token_id:ID.
 """
 
 from __future__ import annotations
@@ -24,9 +23,7 @@ def completion_logprobs(
 ) -> dict[str, Any]:
     """Return `logprobs` of `/v1/completions`: the most likely tokens, and the token itself.
 
-    logprobs: log probabilities at each position; None for the first token of a prompt. beginning: its text.
-    offset: characters before the first token.
-    as_ids: write tokens as token_id:ID.
+    logprobs: None for the first token of a prompt. beginning: its text. offset: characters before the first token.
     """
     tokens: list[str] = []
     chosen: list[float | None] = []
@@ -43,10 +40,7 @@ def completion_logprobs(
 
 
 def _top_logprobs(position: Mapping[int, Logprob], token: int, num_top: int, as_ids: bool) -> dict[str, float]:
-    """Return log probabilities by the text of the token, or by its bytes if it is a part of a character.
-
-    Of tokens with equal text, the most likely one counts.
-    """
+    """Return log probabilities by text or bytes of the token; of equal texts, the most likely one counts."""
     entry: dict[str, float] = {}
     for i, each in enumerate(sorted(position, key=lambda each: position[each].rank)):
         if i < num_top or num_top < 0 or each == token:
@@ -58,13 +52,12 @@ def _top_logprobs(position: Mapping[int, Logprob], token: int, num_top: int, as_
 def chat_logprobs(
     token_ids: Sequence[int], logprobs: Sequence[Mapping[int, Logprob]], num_top: int, *, as_ids: bool = False
 ) -> dict[str, Any]:
-    """Return `logprobs` of `/v1/chat/completions`. logprobs: log probabilities at each of `token_ids`.
-
-    num_top: number of most likely tokens to report, -1 for all. as_ids: write tokens as token_id:ID.
-    """
+    """Return `logprobs` of `/v1/chat/completions`."""
 
     def entry(token: int, position: Mapping[int, Logprob]) -> dict[str, Any]:
-        return _logprob_fields(position[token]) | ({"token": _id_name(token)} if as_ids else {})
+        known, text = position[token], _text(position[token])
+        data = known.token_bytes or text.encode("utf-8", "replace")
+        return {"token": _id_name(token) if as_ids else text, "logprob": _finite(known), "bytes": list(data)}
 
     content = []
     for token, position in zip(token_ids, logprobs, strict=True):
@@ -75,20 +68,14 @@ def chat_logprobs(
 
 def prompt_logprobs(logprobs: Sequence[Mapping[int, Logprob] | None]) -> list[dict[str, Any] | None]:
     """Return `prompt_logprobs` in vLLM's format, by token id; None for the first token."""
+
+    def entry(each: Logprob) -> dict[str, Any]:
+        return {"logprob": _finite(each), "rank": each.rank, "decoded_token": each.decoded_token}
+
     return [
-        None
-        if position is None
-        else {
-            str(token): {"logprob": _finite(each), "rank": each.rank, "decoded_token": each.decoded_token}
-            for token, each in position.items()
-        }
+        None if position is None else {str(token): entry(each) for token, each in position.items()}
         for position in logprobs
     ]
-
-
-def _logprob_fields(logprobs: Logprob) -> dict[str, Any]:
-    data = logprobs.token_bytes or _text(logprobs).encode("utf-8", "replace")
-    return {"token": _text(logprobs), "logprob": _finite(logprobs), "bytes": list(data)}
 
 
 def _id_name(token: int) -> str:

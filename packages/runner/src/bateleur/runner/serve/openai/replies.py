@@ -80,8 +80,7 @@ def completion_choice(
     if parsed.return_token_ids:
         choice |= _token_fields(completion, drawn, decode)
     if first:
-        in_logprobs = parsed.echo and parsed.params.logprobs is not None
-        choice |= prompt_fields(parsed, output, decode, logprobs=not in_logprobs)
+        choice |= prompt_fields(parsed, output, decode, logprobs=not parsed.echo or parsed.params.logprobs is None)
     return choice
 
 
@@ -93,10 +92,7 @@ def chat_reply(
     usage: Usage,
     decode: TokenText,
 ) -> dict[str, Any]:
-    """Return the reply to a body of `/v1/chat/completions`.
-
-    output: the final output. events: all events of each continuation (one of `n`).
-    """
+    """Return the reply to a body of `/v1/chat/completions`. events: all events of each continuation (one of `n`)."""
     pairs = zip(output.outputs, events, strict=True)
     return {
         **head,
@@ -114,10 +110,7 @@ def chat_choice(
     *,
     first: bool | None = None,
 ) -> dict[str, Any]:
-    """Return one choice of a reply or chunk.
-
-    events: events of `completion`. first: whether this is the first chunk of the choice; None for a whole reply.
-    """
+    """Return one choice. first: whether this is the first chunk of the choice; None for a whole reply."""
     if first is None:
         kind, fields = "message", _NO_FIELDS | chat_message(events)
     else:
@@ -130,8 +123,7 @@ def chat_choice(
         "stop_reason": completion.stop_reason,
     }
     if (num_top := parsed.num_top_logprobs) is not None:
-        known = completion.logprobs or ()
-        as_ids = parsed.return_tokens_as_token_ids
+        known, as_ids = completion.logprobs or (), parsed.return_tokens_as_token_ids
         choice["logprobs"] = chat_logprobs(completion.token_ids, known, num_top, as_ids=as_ids)
     if parsed.return_token_ids:
         choice |= _token_fields(completion, list(completion.token_ids), decode)
@@ -168,7 +160,6 @@ def chat_message(events: Sequence[Event]) -> dict[str, Any]:
 
 
 def _token_fields(completion: CompletionOutput, token_ids: list[int], decode: TokenText) -> dict[str, Any]:
-    """Return the token ids, the text of each token, and whether each was an accepted draft."""
     texts = [decode.name_of(each) for each in token_ids]
     return {"token_ids": token_ids, "token_texts": texts, "drafted": completion.drafted[: len(token_ids)]}
 
@@ -207,10 +198,7 @@ def prompt_fields(
 
 
 class Usage:
-    """Counts the prompt and completion tokens of one reply from its outputs, whole or deltas.
-
-    num_reasoning: completion tokens that are reasoning; None if the reply is not a chat.
-    """
+    """Counts the tokens of one reply from its outputs. num_reasoning: tokens of reasoning; None if it is no chat."""
 
     def __init__(self, num_reasoning: int | None = None) -> None:
         self.num_reasoning = num_reasoning

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, TypeAlias
 
 from bateleur.runner.sampling_params import SamplingParams
 from bateleur.runner.serve.openai.fields import COMMON, Field, response_format, split
@@ -17,6 +17,9 @@ from bateleur.runner.text.chat import ChatPrompt, render
 from bateleur.runner.text.messages import checked_messages
 from bateleur.runner.text.tokenizer import Tokenizer
 from bateleur.runner.utils.arguments import TEXTS_AND_BYTES, Check, Integer, flag, mapping, refuse, shown, text
+
+Body: TypeAlias = Mapping[str, Any]
+Names: TypeAlias = Mapping[str, str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +40,7 @@ class APIRequest:
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False
     """Whether log probabilities name tokens as token_id:ID."""
-    names: Mapping[str, str] = field(default_factory=dict)
+    names: Names = field(default_factory=dict)
     """For errors: names of fields in the client's API, by their names in chat completions."""
 
     @property
@@ -93,13 +96,8 @@ class ChatRequest(APIRequest):
         )
 
 
-def completion_request(
-    body: Mapping[str, Any], defaults: Mapping[str, Any], *, strict: bool = False
-) -> CompletionRequest:
-    """Parse a body of `/v1/completions`. Raises ValueError that begins with the field.
-
-    defaults: sampling parameters for absent fields. strict: reject unknown fields.
-    """
+def completion_request(body: Body, defaults: Body, *, strict: bool = False) -> CompletionRequest:
+    """Parse a body of `/v1/completions`. defaults: sampling parameters for absent fields. strict: see `split`."""
     own, sampling = split(body, COMPLETION_FIELDS, strict=strict)
     if isinstance(sampling.get("logprobs"), bool):
         sampling["logprobs"] = 1 if sampling["logprobs"] else None
@@ -117,13 +115,7 @@ def completion_request(
     return CompletionRequest(**common | {"prompts": own["prompt"], "only_prompt": only_prompt})
 
 
-def chat_request(
-    body: Mapping[str, Any],
-    defaults: Mapping[str, Any],
-    *,
-    strict: bool = False,
-    names: Mapping[str, str] | None = None,
-) -> ChatRequest:
+def chat_request(body: Body, defaults: Body, *, strict: bool = False, names: Names | None = None) -> ChatRequest:
     """Parse a body of `/v1/chat/completions`. Without max_tokens the model's context is the limit.
 
     defaults: sampling parameters for absent fields. strict: reject unknown fields and tools that are not functions.
@@ -154,32 +146,21 @@ def chat_request(
         sampling["structured_outputs"] = {"json": schema, "disable_any_whitespace": True}
     names = {"logprobs": "top_logprobs", **(names or {})}
     common = _common(ChatRequest, own, {"max_tokens": None, **defaults, **sampling}, grammar, names)
-    return ChatRequest(
-        **common
-        | {
-            "tools": known,
-            "tool_choice": choice,
-            "template": _names_for_template(own) | own.get("chat_template_kwargs", {}),
-            "add_generation_prompt": prompted,
-        }
-    )
+    template = _template_variables(own) | own.get("chat_template_kwargs", {})
+    chosen = {"tools": known, "tool_choice": choice, "template": template, "add_generation_prompt": prompted}
+    return ChatRequest(**common | chosen)
 
 
-def _names_for_template(own: Mapping[str, Any]) -> dict[str, Any]:
-    """Return variables of the chat template from the fields `own` of a body.
-
-    Templates use one of two names to enable thinking, so both are set.
-    """
-    names = {"documents": own["documents"]} if "documents" in own else {}
-    effort, thinking = own.get("reasoning_effort"), own.get("enable_thinking")
-    if effort is not None:
-        names["reasoning_effort"], thinking = effort, effort != "none" if thinking is None else thinking
-    return names if thinking is None else names | {"enable_thinking": thinking, "thinking": thinking}
+def _template_variables(own: Body) -> dict[str, Any]:
+    variables = {name: own[name] for name in ("documents", "reasoning_effort") if name in own}
+    thinking = own.get("enable_thinking")
+    if thinking is None and "reasoning_effort" in own:
+        thinking = own["reasoning_effort"] != "none"
+    # Templates use one of two names to enable thinking.
+    return variables if thinking is None else variables | {"enable_thinking": thinking, "thinking": thinking}
 
 
-def _common(
-    kind: type[APIRequest], own: Mapping[str, Any], sampling: dict[str, Any], grammar: str, names: Mapping[str, str]
-) -> dict[str, Any]:
+def _common(kind: type[APIRequest], own: Body, sampling: Body, grammar: str, names: Names) -> dict[str, Any]:
     """Return the fields of `kind` that the body has under the same names, and those of `APIRequest`.
 
     own: fields of the body that are no sampling parameters. names: see `http_errors`.
@@ -188,7 +169,7 @@ def _common(
     if (form := own.get("response_format")) is not None:
         if sampling.get("structured_outputs") is not None:
             refuse("response_format", form, "absent if structured_outputs is given")
-        sampling["structured_outputs"], grammar = form, "response_format"
+        sampling, grammar = {**sampling, "structured_outputs": form}, "response_format"
     stream_options = own.get("stream_options", {})
     return {name: own[name] for name in (each.name for each in fields(kind)) if name in own} | {
         "params": SamplingParams.from_dict(sampling),

@@ -14,22 +14,8 @@ from bateleur.runner.serve.body import openapi_body, read_json_object
 from bateleur.runner.serve.conversation import Answer, answer
 from bateleur.runner.serve.errors import http_errors
 from bateleur.runner.serve.json_text import JSONText
-from bateleur.runner.serve.openai.replies import (
-    Usage,
-    chat_choice,
-    chat_reply,
-    completion_choice,
-    completion_reply,
-    prompt_fields,
-    reply_head,
-)
-from bateleur.runner.serve.openai.requests import (
-    CHAT_FIELDS,
-    COMPLETION_FIELDS,
-    CompletionRequest,
-    chat_request,
-    completion_request,
-)
+from bateleur.runner.serve.openai import replies, requests
+from bateleur.runner.serve.openai.requests import CHAT_FIELDS, COMPLETION_FIELDS, CompletionRequest
 from bateleur.runner.serve.service import Service, new_id, prompt_index
 from bateleur.runner.serve.sse import EventStream, chunks
 
@@ -59,16 +45,18 @@ def router(service: Service) -> APIRouter:
 
 async def _chat(service: Service, request: Request, body: dict[str, Any]) -> Response:
     with http_errors():
-        parsed = chat_request(body, service.defaults, strict=service.config.strict_fields)
+        parsed = requests.chat_request(body, service.defaults, strict=service.config.strict_fields)
         parsed = service.with_server_options(parsed)
     kind = "chat.completion.chunk" if parsed.stream else "chat.completion"
-    head = reply_head(new_id("chatcmpl", parsed), kind, service.reply_model(parsed.model))
+    head = replies.reply_head(new_id("chatcmpl", parsed), kind, service.reply_model(parsed.model))
     answered = await answer(service, parsed, head["id"])
     if parsed.stream:
         return EventStream(chunks(_chat_parts(service, answered), answered.parsed, head, answered.usage))
     reports = await answered.whole(request)
     events = [each.events for each in reports]
-    return JSONText(chat_reply(answered.parsed, reports[0].output, events, head, answered.usage, service.decode))
+    return JSONText(
+        replies.chat_reply(answered.parsed, reports[0].output, events, head, answered.usage, service.decode)
+    )
 
 
 async def _chat_parts(service: Service, answered: Answer) -> AsyncGenerator[dict[str, Any], None]:
@@ -78,28 +66,28 @@ async def _chat_parts(service: Service, answered: Answer) -> AsyncGenerator[dict
     async with aclosing(answered.reports()) as reports:
         async for report in reports:
             first = report.completion.index not in begun
-            choice = chat_choice(parsed, report.completion, report.events, service.decode, first=first)
+            choice = replies.chat_choice(parsed, report.completion, report.events, service.decode, first=first)
             if choice["delta"] or choice["finish_reason"] or choice["logprobs"] or parsed.return_token_ids:
-                of_prompt = {} if begun else prompt_fields(parsed, report.output, service.decode)
+                of_prompt = {} if begun else replies.prompt_fields(parsed, report.output, service.decode)
                 yield {"choices": [choice], **of_prompt}
             begun.add(report.completion.index)
 
 
 async def _complete(service: Service, request: Request, body: dict[str, Any]) -> Response:
     with http_errors():
-        parsed = completion_request(body, service.defaults, strict=service.config.strict_fields)
+        parsed = requests.completion_request(body, service.defaults, strict=service.config.strict_fields)
         parsed = service.with_server_options(parsed)
     service.adapter_of(parsed.model)
-    head = reply_head(new_id("cmpl", parsed), "text_completion", service.reply_model(parsed.model))
+    head = replies.reply_head(new_id("cmpl", parsed), "text_completion", service.reply_model(parsed.model))
     reader = await service.submit(parsed.prompts, parsed, head["id"])
     if parsed.stream:
-        usage = Usage()
+        usage = replies.Usage()
         return EventStream(chunks(_completion_parts(service, parsed, reader, usage), parsed, head, usage))
-    return JSONText(completion_reply(parsed, await service.finish(reader, request), head, service.decode))
+    return JSONText(replies.completion_reply(parsed, await service.finish(reader, request), head, service.decode))
 
 
 async def _completion_parts(
-    service: Service, parsed: CompletionRequest, reader: OutputReader, usage: Usage
+    service: Service, parsed: CompletionRequest, reader: OutputReader, usage: replies.Usage
 ) -> AsyncGenerator[dict[str, Any], None]:
     """Yield the fields of each chunk: one choice, with new text of one continuation of one prompt."""
     offsets: dict[int, int] = {}  # characters of all tokens so far, per choice; the reported text may be shorter
@@ -109,7 +97,9 @@ async def _completion_parts(
             for completion in output.outputs:
                 index = prompt_index(output.request_id) * parsed.params.n + completion.index
                 first, at = index not in offsets, offsets.setdefault(index, 0)
-                choice = completion_choice(parsed, output, completion, index, service.decode, first=first, offset=at)
+                choice = replies.completion_choice(
+                    parsed, output, completion, index, service.decode, first=first, offset=at
+                )
                 if choice["logprobs"]:
                     offsets[index] += sum(map(len, choice["logprobs"]["tokens"]))
                 if choice["text"] or choice["finish_reason"] or choice["logprobs"] or parsed.return_token_ids:

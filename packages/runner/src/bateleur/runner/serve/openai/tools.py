@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 from bateleur.runner.serve.openai.schema_types import standard_types
-from bateleur.runner.text.messages import checked_tools
+from bateleur.runner.text.messages import checked_tool, checked_tools
 from bateleur.runner.utils.arguments import mapping, refuse, shown, text
 from bateleur.runner.utils.log_once import log_once
 
@@ -36,23 +36,20 @@ def tools(value: Any, *, strict: bool = False) -> tuple[dict[str, Any], ...]:
     Duplicates, and tools that only run on their vendor's servers, are ignored and logged once, or rejected if
     `strict`.
     """
+    if not isinstance(value, list | tuple):
+        return tuple(checked_tools(value) or ())
     functions: dict[str, dict[str, Any]] = {}
-    for i, each in enumerate(value if isinstance(value, list | tuple) else ()):
+    for i, each in enumerate(value):
         kind = each.get("type") if isinstance(each, Mapping) else "function"
         if kind != "function" and isinstance(kind, str) and not strict:
             log_once(_log, f"tools of type {shown(kind)} are ignored: this server does not run tools")
             continue
-        try:
-            checked = (checked_tools([each]) or [{}])[0]
-        except ValueError as error:
-            raise ValueError(str(error).replace("tools[0]", f"tools[{i}]", 1)) from error
+        checked = checked_tool(f"tools[{i}]", each)
         called = checked["function"]["name"]
         if called in functions and strict:
             refuse(f"tools[{i}].function.name", called, "another: an earlier tool has this name")
         if functions.setdefault(called, checked) is not checked:
             log_once(_log, f"several tools have the name {shown(called)}; the first one is used")
-    if not isinstance(value, list | tuple):
-        checked_tools(value)
     return tuple(functions.values())
 
 
@@ -103,8 +100,7 @@ def forced_schema(choice: ToolChoice, tools: Tools, *, parallel: bool) -> dict[s
         calls = [_call_schema(each, i) for i, each in enumerate(functions)]
     except RecursionError as error:
         raise ValueError("tools is nested too deeply to force a call; use tool_choice auto") from error
-    most = {} if parallel else {"maxItems": 1}
-    return {"type": "array", "minItems": 1, **most, "items": {"anyOf": calls}}
+    return {"type": "array", "minItems": 1, **({} if parallel else {"maxItems": 1}), "items": {"anyOf": calls}}
 
 
 def is_strict(tool: Mapping[str, Any]) -> bool:

@@ -15,10 +15,7 @@ _LONGEST_PIECE = 512
 
 
 class AnswerParser:
-    """Incremental parser of one answer. How the text is divided into pieces affects only how text events are divided.
-
-    Reasoning ends at its end tag, or at a tool call without a later end tag. White space around tags is dropped.
-    """
+    """Incremental parser of one answer. Reasoning ends at its end tag, or at a tool call without a later end tag."""
 
     def __init__(
         self,
@@ -74,8 +71,6 @@ class AnswerParser:
             self._space, self._after_call = "", True
         self._events.append(event)
 
-    # --- parts of an answer ---------------------------------------------------------------------------------
-
     def _answer(self) -> IncrementalParse[None]:
         if self._opened is not None and ((yield from self._takes_begin()) or self._opened):
             yield from self._reasoning()
@@ -92,7 +87,6 @@ class AnswerParser:
         return (yield from self._format.read(self._source, self._calls))
 
     def _takes_begin(self) -> IncrementalParse[bool]:
-        """Consume the begin tag of the reasoning, if the text starts with it. Returns whether it does."""
         source = self._source
         at = yield from skip_space(source, 0)
         while not source.final and self._begin.startswith(source.text[at:]) and source.text[at:] != self._begin:
@@ -141,8 +135,7 @@ class AnswerParser:
     def _begins_call(self) -> bool:
         """Return whether the text starts with a tool call, given that no more text follows."""
         assert self._format is not None
-        calls = Calls(self._format, lambda event: None)
-        reader = self._format.read(Source(self._source.text, final=True), calls)
+        reader = self._format.read(Source(self._source.text, final=True), Calls(self._format, lambda event: None))
         try:
             next(reader)
         except StopIteration as end:
@@ -170,8 +163,6 @@ class AnswerParser:
             elif not (yield from self._read_calls()):
                 self._say(source.take(len(tag)))
 
-    # --- texts ----------------------------------------------------------------------------------------------
-
     def _say(self, text: str, *, whole: bool = False) -> None:
         """Emit content. White space at its end waits until more text follows, unless the content ends (`whole`)."""
         if text := self._without_space(text, whole=whole):
@@ -179,7 +170,6 @@ class AnswerParser:
             self._events.append(Content(self._table.unmark(text)))
 
     def _reason(self, text: str, *, whole: bool = False) -> None:
-        """Emit reasoning. White space at its end is treated as in `_say`."""
         if text := self._without_space(text, whole=whole):
             self._events.append(Reasoning(self._table.unmark(text)))
 

@@ -33,10 +33,7 @@ from bateleur.runner.utils.arguments import refuse
 
 
 class AnswerReader:
-    """Converts the engine's outputs for one continuation (one of `n`) to events: text, reasoning and tool calls.
-
-    Outputs may be deltas, or one complete output.
-    """
+    """Converts outputs of one continuation (one of `n`), deltas or a complete one, to events."""
 
     def __init__(self, parser: AnswerParser) -> None:
         self._parser = parser
@@ -149,6 +146,5 @@ def with_options(parsed: ChatRequest, options: ParserOptions) -> ChatRequest:
 
 
 def _allows_reasoning(template: Mapping[str, Any]) -> bool:
-    """Return whether the chat template's arguments do not disable reasoning."""
     off = any(template.get(name) is False for name in ("enable_thinking", "thinking"))
     return not off and template.get("reasoning_effort") != "none"

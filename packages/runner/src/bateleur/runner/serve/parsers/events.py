@@ -37,10 +37,7 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class Arguments:
-    """A part of the arguments of a call, as JSON text.
-
-    All parts together are a JSON object, unless the answer was truncated.
-    """
+    """A part of the arguments of a call. All parts together are a JSON object, unless the answer was truncated."""
 
     index: int
     """Index of the call."""

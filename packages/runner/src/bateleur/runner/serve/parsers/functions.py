@@ -74,20 +74,20 @@ class FunctionParser:
 
     def _say(self) -> IncrementalParse[None]:
         """Consume the text before the next tag, and emit it as content without leading white space."""
-        begun = False
+        source, begun = self._source, False
         while True:
-            found = self._tag.search(self._source.text)
-            text = self._source.take(self._num_outside(self._source.text) if found is None else found.start())
+            found = self._tag.search(source.text)
+            text = source.take(self._num_outside(source.text) if found is None else found.start())
             if text := text if begun else text.lstrip():
                 begun = True
                 self._calls.add_content(text)
-            if found is not None or self._source.final:
-                self._source.take(0 if found is not None else len(self._source.text))  # a truncated tag
+            if found is None and source.final:
+                source.take(len(source.text))  # a truncated tag
+            if found is not None or source.final:
                 return
             yield
 
     def _tag_at(self, at: int) -> IncrementalParse[re.Match[str] | None]:
-        """Return the tag at a position, or None."""
         while True:
             found = self._tag.match(self._source.text, at)
             if found is not None or self._num_certain() > at or self._source.final:
@@ -109,7 +109,6 @@ class FunctionParser:
         return at if opens and ">" not in end else len(text)
 
     def _take_ends(self) -> IncrementalParse[None]:
-        """Consume the end tags of the function."""
         while (found := (yield from self._tag_at(0))) is not None and found["end"] and "function" in found[0]:
             self._source.take(found.end())
             at = yield from skip_space(self._source, 0)
@@ -132,11 +131,8 @@ class FunctionParser:
                 if source.final:
                     break
                 at = self._num_certain()
-                if possible_end < 0:
-                    certain = (
-                        source.text[:at].removesuffix("\n").removesuffix("\n")
-                    )  # both newlines may belong to the end tag
-                    value.add(source.take(len(certain)))
+                if possible_end < 0:  # two newlines may belong to the end tag
+                    value.add(source.take(len(source.text[:at].removesuffix("\n").removesuffix("\n"))))
                     at = 0
                 yield
                 continue
@@ -154,18 +150,12 @@ class FunctionParser:
             rest = source.take(len(source.text))
             value.cut(rest[:possible_end] if possible_end >= 0 else rest[: self._num_outside(rest)])
             return False
-        if possible_end >= 0:
-            value.end(source.take(possible_end), lacks_tag=not self._ends_parameter(source.text))
-            return True
-        value.end(source.take(len(source.text)))
+        text = source.take(possible_end if possible_end >= 0 else len(source.text))
+        ends = self._ends.match(source.text) if possible_end >= 0 else None
+        value.end(text, lacks_tag=ends is not None and not ends["parameter"])
         return True
 
-    def _ends_parameter(self, text: str) -> bool:
-        found = self._ends.match(text)
-        return found is not None and bool(found["parameter"])
-
     def _verdict(self, found: re.Match[str], value: _Value) -> IncrementalParse[Literal["end", "possible end", "text"]]:
-        """Decide whether a tag ends the value."""
         source, start = self._source, found.start()
         at_line_start = source.text[start - 1] == "\n" if start else value.empty
         on_line = at_line_start or not value.own_line
@@ -196,7 +186,6 @@ class FunctionParser:
         return "possible end" if function and (parameter or call) else "text"
 
     def _is_call(self, at: int) -> IncrementalParse[bool]:
-        """Return whether a call of an available tool starts at a position."""
         found = yield from self._tag_at(at)
         if found is not None and found["call"] and "function" not in found[0]:
             after = yield from skip_space(self._source, found.end())
@@ -255,10 +244,7 @@ class _Value:
         self.add(text.removesuffix("\n").removesuffix("\n"))
 
     def end(self, text: str, *, lacks_tag: bool = False) -> None:
-        """End the value with its last text, and drop the newline of the end tag.
-
-        lacks_tag: whether the end tag is missing, so that two newlines are dropped.
-        """
+        """End the value, without the newline before its end tag, or two newlines if the tag is missing."""
         self.add(text.removesuffix("\n").removesuffix("\n" if lacks_tag else ""))
         if self._is_text:
             self._writer.write('"')

@@ -47,10 +47,7 @@ MAY_KEYWORD = re.compile(r"[A-Za-z_]\w{0,200}\s*=?\s*$")
 
 
 def read_calls(source: Source, at: int, calls: Calls) -> IncrementalParse[bool]:
-    """Parse and consume calls from a position on: objects, or a list of objects.
-
-    Returns False, and consumes nothing, if the first object is not a call.
-    """
+    """Consume calls: objects, or a list of them. Returns False, and consumes nothing, if the first is not a call."""
     found = False
     at = yield from skip_space(source, at)
     listed = source.text[at : at + 1] == "["
@@ -106,15 +103,13 @@ class _Member(NamedTuple):
 
     key: str | None
     start: int
-    """Position of the key, of the closing brace, or of the end of the text."""
+    """Of the key, of the closing brace, or of the end of the text."""
     end: int
-    """Position after the key."""
     value: int
-    """Position of the value, or after the closing brace."""
+    """Of the value, or after the closing brace."""
 
 
 def _next_member(source: Source, at: int) -> IncrementalParse[_Member]:
-    """Parse the next member after white space and commas."""
     at = yield from skip_space(source, at)
     while source.text.startswith(",", at):
         at = yield from skip_space(source, at + 1)
@@ -147,25 +142,19 @@ def _as_object(value: str) -> str:
 
 def _skip_members(source: Source) -> IncrementalParse[None]:
     """Consume the rest of an object after its arguments."""
-    while True:
-        at = yield from skip_space(source, 0)
-        first = source.text[at : at + 1]
-        if first == "}":
-            source.take(at + 1)
-            return
-        if first != ",":
-            return
+    at = yield from skip_space(source, 0)
+    while source.text[at : at + 1] == ",":
         at = yield from value_end(source, at + 1)
         if source.text[at : at + 1] not in ("}", ","):
             return
         source.take(at)
+        at = yield from skip_space(source, 0)
+    if source.text[at : at + 1] == "}":
+        source.take(at + 1)
 
 
 def read_object(source: Source, writer: ArgumentsWriter) -> IncrementalParse[None]:
-    """Consume the object at the start of the text, and write it as the arguments of a call.
-
-    An object that the model did not close is closed. A truncated one stays open.
-    """
+    """Consume an object, and write it as the arguments of a call. It is closed unless the answer was cut."""
     before = source.take(1)
     while True:
         member = yield from _next_member(source, 0)
@@ -174,8 +163,8 @@ def read_object(source: Source, writer: ArgumentsWriter) -> IncrementalParse[Non
         lead = before + source.text[: member.start]
         colon = source.text[member.end : member.value].replace("=", ":")
         source.take(member.value)
-        usual = lead.strip() == ("," if writer.keys else "{")
-        writer.key(member.key, before=lead if usual else "", colon=colon)
+        before = lead if lead.strip() == ("," if writer.keys else "{") else ""
+        writer.key(member.key, before=before, colon=colon)
         before = ""
         if not (yield from read_value(source, writer, member.key)):
             return
@@ -375,10 +364,7 @@ class ListedCalls(ToolFormat):
     BARE_STARTS = "["
 
     def read(self, source: Source, calls: Calls) -> IncrementalParse[bool]:
-        """Parse and consume the list of calls; see `ToolFormat.read`.
-
-        An answer that is truncated in a tool name is a call if only one tool begins with this text.
-        """
+        """Consume the list of calls. An answer that is cut in a tool name is a call if one tool fits."""
         yield from read_calls(source, 0, calls)
         while not source.final:
             yield

@@ -76,7 +76,6 @@ def template_text(template: Any) -> str:
 
 
 def _template(name: str, value: Any) -> str:
-    """Return a template, given as text or as a file."""
     if "{{" in text(name, value) or "{%" in value:
         return str(value)
     try:

@@ -7,25 +7,15 @@ from collections.abc import Sequence
 from typing import Literal, TypeAlias
 
 from bateleur.runner.serve.parsers.tool_format import Function, ToolFormat
-from bateleur.runner.structured.formats import (
-    Format,
-    const,
-    either,
-    json_of,
-    listed,
-    pattern,
-    sequence,
-    tagged,
-    triggered,
-    up_to_tag,
-)
+from bateleur.runner.structured import formats
+from bateleur.runner.structured.formats import Format
 from bateleur.runner.structured_outputs import StructuredOutputsParams
 
 THINK, THINK_END = "<think>", "</think>"
 """Tags around the reasoning, at the start of an answer."""
 ReasoningPhase: TypeAlias = Literal["none", "possible", "opened"]
 """Reasoning of an answer: none, possible at its start, or opened by the prompt."""
-_SPACE = pattern(r"[ \t\r\n]{0,8}")
+_SPACE = formats.pattern(r"[ \t\r\n]{0,8}")
 """White space after the reasoning. Without a limit, a weak model may write nothing else."""
 
 
@@ -56,12 +46,11 @@ def answer_grammar(
 
 
 def _after_reasoning(reasoning: ReasoningPhase, answer: Format) -> Format:
-    """Build the format of reasoning followed by an answer."""
     if reasoning == "none":
         return answer
-    thought = tagged("" if reasoning == "opened" else THINK, {"type": "any_text"}, THINK_END)
-    after = sequence(thought, _SPACE, answer)
-    return after if reasoning == "opened" else either(answer, after)
+    thought = formats.tagged("" if reasoning == "opened" else THINK, {"type": "any_text"}, THINK_END)
+    after = formats.sequence(thought, _SPACE, answer)
+    return after if reasoning == "opened" else formats.either(answer, after)
 
 
 def _calls_in_text(
@@ -70,10 +59,10 @@ def _calls_in_text(
     """Build the format of free text with calls. Calls must follow the tools' schemas, even within the reasoning."""
     tags = tools.call_tags(functions, once=once)
     if not tools.BARE_STARTS:
-        return triggered(tags, tools.triggers(functions))
+        return formats.triggered(tags, tools.triggers(functions))
     barred = "".join(f"\\{each}" for each in tools.BARE_STARTS)
-    text = pattern(rf"(\s*[^\s{barred}](?s:.*))?")
-    return _after_reasoning(reasoning, either(listed(tags, tools.SEPARATOR, once=once), text))
+    text = formats.pattern(rf"(\s*[^\s{barred}](?s:.*))?")
+    return _after_reasoning(reasoning, formats.either(formats.listed(tags, tools.SEPARATOR, once=once), text))
 
 
 def _calls_or_answer(
@@ -81,25 +70,25 @@ def _calls_or_answer(
 ) -> Format:
     """Build the format of reasoning followed by calls or an answer. Calls may follow reasoning without an end tag."""
     tags = tools.call_tags(functions, once=once)
-    body = either(listed(tags, tools.SEPARATOR, once=once), answer)
+    body = formats.either(formats.listed(tags, tools.SEPARATOR, once=once), answer)
     if reasoning == "none" or tools.BARE_STARTS:
         return _after_reasoning(reasoning, body)
-    closed = sequence(tagged("", triggered(tags, tools.triggers(functions)), THINK_END), _SPACE, body)
-    unclosed = up_to_tag(tags, tools.triggers(functions), [THINK_END])
-    opened = either(closed, unclosed)
-    return opened if reasoning == "opened" else either(body, sequence(const(THINK), opened))
+    closed = formats.sequence(
+        formats.tagged("", formats.triggered(tags, tools.triggers(functions)), THINK_END), _SPACE, body
+    )
+    opened = formats.either(closed, formats.up_to_tag(tags, tools.triggers(functions), [THINK_END]))
+    return opened if reasoning == "opened" else formats.either(body, formats.sequence(formats.const(THINK), opened))
 
 
 def _answer_format(params: StructuredOutputsParams) -> Format:
-    """Convert structured output parameters to a part of a structural tag."""
     if params.json is not None:
-        return json_of(json.loads(str(params.json)))
+        return formats.json_of(json.loads(str(params.json)))
     if params.regex is not None:
-        return pattern(params.regex)
+        return formats.pattern(params.regex)
     if params.choice is not None:
-        return either(*map(const, params.choice))
+        return formats.either(*map(formats.const, params.choice))
     if params.grammar is not None:
         return {"type": "grammar", "grammar": params.grammar}
     if params.structural_tag is not None:
         return {"type": "structural_tag", **json.loads(str(params.structural_tag))}
-    return json_of({"type": "object"})
+    return formats.json_of({"type": "object"})

@@ -129,10 +129,7 @@ class Calls:
 
 
 class ArgumentsWriter:
-    """Incremental writer of the arguments of one call, as a JSON object. Values have the types of the tool's schema.
-
-    `write` adds JSON text. `end_tags` are the tags that end the call.
-    """
+    """Incremental writer of the arguments of one call, as JSON. `write` adds JSON text; `end_tags` end the call."""
 
     def __init__(self, write: Callable[[str], None], schema: Mapping[str, Any], end_tags: Search) -> None:
         """schema: parameters of the tool."""

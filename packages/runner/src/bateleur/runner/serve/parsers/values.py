@@ -79,9 +79,8 @@ def as_json(text: str, types: frozenset[str]) -> str:
             return repr(float(bare))
         return as_string(text)
     kind = _KINDS[type(json.loads(written))]
-    if "number" in types and kind in ("integer", "number"):
-        return written
-    return written if kind in types and kind in ("object", "array") else as_string(text)
+    numeric = "number" in types and kind in ("integer", "number")
+    return written if numeric or (kind in types and kind in ("object", "array")) else as_string(text)
 
 
 def literal_as_json(text: str, types: frozenset[str]) -> str:
@@ -158,12 +157,12 @@ def _repaired(text: str, *, whole: bool) -> str:
                 opened.append("}" if part == "{" else "]")
                 parts.append("{" if part == "{" else "[")
             case "close":
-                wanted = "}" if part == "}" else "]"
+                wanted, closed = "}" if part == "}" else "]", ""
                 if wanted not in opened:
                     raise ValueError("a closing bracket has no opening bracket")
-                while opened[-1] != wanted:
-                    _close(parts, opened.pop())
-                _close(parts, opened.pop())
+                while closed != wanted:
+                    closed = opened.pop()
+                    _close(parts, closed)
             case "word":
                 parts.append(_WORDS.get(part, part))
             case _:

@@ -34,8 +34,8 @@ _CUSTOM_PARAMETERS = {
 """Schema of a custom tool, which has one text as input."""
 
 
-class ResponsesBody(BaseModel):
-    """Body of `/v1/responses`. Fields of chat completions, such as `top_k` and `stop`, are accepted too."""
+class _Conversation(BaseModel):
+    """Fields of a body that choose the input, the model, and whether to store the response."""
 
     model_config = ConfigDict(extra="allow", strict=True)
 
@@ -45,6 +45,11 @@ class ResponsesBody(BaseModel):
     previous_response_id: str | None = Field(None, description="Id of a stored response to continue.")
     store: bool | None = Field(None, description="Store the response. Default: true.")
     background: bool | None = Field(None, description="Return at once. Default: false.")
+
+
+class ResponsesBody(_Conversation):
+    """Body of `/v1/responses`. Fields of chat completions, such as `top_k` and `stop`, are accepted too."""
+
     stream: bool | None = Field(None, description="Stream events. Default: false.")
     max_output_tokens: IntegerLike | None = Field(None, ge=1, description="Maximum tokens, including reasoning.")
     tools: list[Item] | None = Field(None, description="function and custom tools; others are ignored.")
@@ -171,8 +176,7 @@ def _tool_choice(choice: str | Item | None) -> Any:
             if not isinstance(tools, list) or not all(isinstance(each, dict) for each in tools):
                 refuse("tool_choice.tools", tools, "a list of objects")
             chosen = [_tool_choice(each) for each in tools if "name" in each]
-            allowed = {"mode": choice.get("mode", "auto"), "tools": chosen}
-            return {"type": "allowed_tools", "allowed_tools": allowed}
+            return {"type": "allowed_tools", "allowed_tools": {"mode": choice.get("mode", "auto"), "tools": chosen}}
     return "auto"  # a tool that runs on other servers
 
 

@@ -150,8 +150,6 @@ class ResponseStore:
 
 @dataclass(slots=True)
 class _Running:
-    """A response that is being generated."""
-
     response: Item
     ended: asyncio.Event = field(default_factory=asyncio.Event)
     status: int = 200
@@ -190,7 +188,6 @@ class _ResponseHandler:
         return found
 
     async def read(self, request: Request) -> tuple[ResponsesBody, ChatRequest, StoredResponse | None]:
-        """Parse a request. Returns its body, the chat request, and the previous response."""
         body = await read_model(request, self._service.config, ResponsesBody)
         with http_errors():
             if body.background and (body.stream or body.store is False):
@@ -206,7 +203,6 @@ class _ResponseHandler:
             return body, chat_request(chat, self._service.defaults, strict=strict, names=NAMES), previous
 
     async def create(self, request: Request) -> Response:
-        """Create a response: generate it, stream it, or start it in the background."""
         body, parsed, previous = await self.read(request)
         response = _response(self._service, body, parsed)
         answered = await answer(self._service, parsed, response["id"])
@@ -225,7 +221,6 @@ class _ResponseHandler:
         return JSONText(response)
 
     async def cancel(self, response_id: str) -> Item:
-        """Abort a running response. Returns the response."""
         running = self._running.get(response_id)
         if running is None:
             return self.stored(response_id).response
@@ -274,7 +269,6 @@ async def _last_event_of(events: AsyncGenerator[dict[str, Any], None]) -> Item:
 
 
 def _response(service: Service, body: ResponsesBody, parsed: ChatRequest) -> Item:
-    """Create a response object without output."""
     params = parsed.params
     return {
         "id": f"resp_{uuid4().hex}",

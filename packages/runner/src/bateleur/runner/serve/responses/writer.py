@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 from uuid import uuid4
 
@@ -13,8 +13,6 @@ from bateleur.runner.serve.responses.body import Item
 
 StreamEvent = dict[str, Any]
 """Body of one server-sent event."""
-_PARTS = {"message": "output_text", "reasoning": "reasoning_text"}
-"""Type of an item's text part, which is also the name of its text events."""
 
 
 class ResponseWriter:
@@ -22,11 +20,9 @@ class ResponseWriter:
 
     def __init__(self, response: Item, custom_tools: frozenset[str] = frozenset()) -> None:
         """response: fields of the response, updated in place. custom_tools: names of the custom tools."""
-        self.response = response
-        self._custom = custom_tools
-        self._number = 0
+        self.response, self._custom = response, custom_tools
+        self._number, self._arguments = 0, ""
         self._open: Item | None = None
-        self._arguments = ""
 
     def begin(self) -> Iterator[StreamEvent]:
         """Yield the first events."""
@@ -35,10 +31,7 @@ class ResponseWriter:
         yield self._event("response.in_progress", response=self._snapshot())
 
     def write(self, events: Sequence[Event], logprobs: list[Any] | None = None) -> Iterator[StreamEvent]:
-        """Add events of the answer to the response; yields stream events.
-
-        logprobs: log probabilities of the tokens of these events.
-        """
+        """Add events to the response; yields stream events. logprobs: log probabilities of their tokens."""
         for event in events:
             match event:
                 case Reasoning(text):
@@ -46,14 +39,24 @@ class ResponseWriter:
                 case Content(text):
                     yield from self._text("message", text, logprobs or [])
                     logprobs = None
-                case ToolCall():
+                case ToolCall(_, call_id, name):
                     yield from self._close("completed")
-                    yield from self._begin_call(event)
+                    self._arguments = ""
+                    item: Item = {"call_id": call_id, "name": name, "status": "in_progress"}
+                    if name in self._custom:
+                        item |= {"type": "custom_tool_call", "id": _new_id("ctc"), "input": ""}
+                    else:
+                        item |= {"type": "function_call", "id": _new_id("fc"), "arguments": ""}
+                    yield from self._add(item)
                 case Arguments(_, text):
-                    yield from self._add_arguments(text)
+                    self._arguments += text
+                    if self._open is not None and self._open["type"] == "function_call":
+                        yield self._item_event("response.function_call_arguments.delta", delta=text)
                 case End(reason, _):
                     yield from self._close("incomplete" if reason in ("length", "abort") else "completed")
-                    self._end(reason)
+                    status = {"length": "incomplete", "abort": "cancelled"}.get(reason, "completed")
+                    details = {"reason": "max_output_tokens"} if reason == "length" else None
+                    self.response |= {"status": status, "incomplete_details": details}
 
     def end(self, usage: Item) -> Iterator[StreamEvent]:
         """Yield the last event."""
@@ -67,25 +70,15 @@ class ResponseWriter:
         self.response |= {"status": "failed", "error": fields}
         yield self._event("response.failed", response=self._snapshot())
 
-    def _end(self, reason: str) -> None:
-        status = {"length": "incomplete", "abort": "cancelled"}.get(reason, "completed")
-        details = {"reason": "max_output_tokens"} if reason == "length" else None
-        self.response |= {"status": status, "incomplete_details": details}
-
-    # --- items ----------------------------------------------------------------------------------------------
-
     def _text(self, kind: str, text: str, logprobs: list[Any]) -> Iterator[StreamEvent]:
         if self._open is None or self._open["type"] != kind:
             yield from self._close("completed")
             yield from self._begin_text(kind)
         assert self._open is not None
-        part = self._open["content"][0]
+        part, more = self._open["content"][0], {"logprobs": logprobs} if kind == "message" else {}
         part["text"] += text
-        more = {}
-        if kind == "message":
-            part["logprobs"] += logprobs
-            more = {"logprobs": logprobs}
-        yield self._item_event(f"response.{_PARTS[kind]}.delta", content_index=0, delta=text, **more)
+        part.get("logprobs", []).extend(logprobs)
+        yield self._item_event(f"response.{part['type']}.delta", content_index=0, delta=text, **more)
 
     def _begin_text(self, kind: str) -> Iterator[StreamEvent]:
         item: Item = {"type": kind, "content": [], "status": "in_progress"}
@@ -99,28 +92,12 @@ class ResponseWriter:
         item["content"].append(part)
         yield self._item_event("response.content_part.added", content_index=0, part=_copy(part))
 
-    def _begin_call(self, call: ToolCall) -> Iterator[StreamEvent]:
-        self._arguments = ""
-        item: Item = {"call_id": call.id, "name": call.name, "status": "in_progress"}
-        if call.name in self._custom:
-            item |= {"type": "custom_tool_call", "id": _new_id("ctc"), "input": ""}
-        else:
-            item |= {"type": "function_call", "id": _new_id("fc"), "arguments": ""}
-        yield from self._add(item)
-
-    def _add_arguments(self, text: str) -> Iterator[StreamEvent]:
-        assert self._open is not None
-        self._arguments += text
-        if self._open["type"] == "function_call":
-            yield self._item_event("response.function_call_arguments.delta", delta=text)
-
     def _add(self, item: Item) -> Iterator[StreamEvent]:
         self._open = item
         self.response["output"].append(item)
-        yield self._item_event("response.output_item.added", item=_copy(item), item_id=None)
+        yield self._event("response.output_item.added", output_index=self._index, item=_copy(item))
 
     def _close(self, status: str) -> Iterator[StreamEvent]:
-        """Yield the events that complete the open output item, if any."""
         if (item := self._open) is None:
             return
         if item["type"] == "function_call":
@@ -134,23 +111,23 @@ class ResponseWriter:
         else:
             part = item["content"][0]
             more = {"logprobs": part["logprobs"]} if item["type"] == "message" else {}
-            done = f"response.{_PARTS[item['type']]}.done"
-            yield self._item_event(done, content_index=0, text=part["text"], **more)
+            yield self._item_event(f"response.{part['type']}.done", content_index=0, text=part["text"], **more)
             yield self._item_event("response.content_part.done", content_index=0, part=_copy(part))
         item["status"] = status
-        yield self._item_event("response.output_item.done", item=_copy(item), item_id=None)
+        yield self._event("response.output_item.done", output_index=self._index, item=_copy(item))
         self._open = None
-
-    # --- events ---------------------------------------------------------------------------------------------
 
     def _item_event(self, kind: str, **fields: Any) -> StreamEvent:
         assert self._open is not None
-        place = {"output_index": len(self.response["output"]) - 1, "item_id": self._open["id"], **fields}
-        return self._event(kind, **{name: value for name, value in place.items() if name != "item_id" or value})
+        return self._event(kind, output_index=self._index, item_id=self._open["id"], **fields)
+
+    @property
+    def _index(self) -> int:
+        return len(self.response["output"]) - 1
 
     def _event(self, kind: str, **fields: Any) -> StreamEvent:
-        number, self._number = self._number, self._number + 1
-        return {"type": kind, "sequence_number": number, **fields}
+        self._number += 1
+        return {"type": kind, "sequence_number": self._number - 1, **fields}
 
     def _snapshot(self) -> Item:
         return {**self.response, "output": [_copy(each) for each in self.response["output"]]}
@@ -158,8 +135,7 @@ class ResponseWriter:
 
 def _copy(item: Item) -> Item:
     """Copy an item or part for an event, because the original may change before the event is sent."""
-    parts: Callable[[Any], Any] = lambda value: [*map(dict, value)] if isinstance(value, list) else value  # noqa: E731
-    return {name: parts(value) for name, value in item.items()}
+    return {name: [*map(dict, value)] if isinstance(value, list) else value for name, value in item.items()}
 
 
 def _custom_input(arguments: str) -> str:
