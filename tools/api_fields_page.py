@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pydantic import BaseModel
 
 from bateleur.runner.sampling_params import SamplingParams
-from bateleur.runner.serve.messages.body import MessagesBody
+from bateleur.runner.serve.messages import MessagesBody
 from bateleur.runner.serve.openai.fields import IGNORED, REFUSED, Field, sampling_names
 from bateleur.runner.serve.openai.requests import CHAT_FIELDS, COMPLETION_FIELDS
 from bateleur.runner.serve.responses.body import ResponsesBody

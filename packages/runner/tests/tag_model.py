@@ -13,8 +13,7 @@ from bateleur.runner.serve.openai.tools import Tools
 from bateleur.runner.serve.parsers.answer import AnswerParser
 from bateleur.runner.serve.parsers.events import Arguments, Content, Event, Reasoning, ToolCall, merged
 from bateleur.runner.serve.parsers.options import TOOL_PARSERS
-from bateleur.runner.serve.parsers.reasoning import THINK, THINK_END
-from bateleur.runner.serve.parsers.source import TagTable
+from bateleur.runner.serve.parsers.source import THINK, THINK_END, TagTable
 from bateleur.runner.text.detokenizer import IncrementalDetokenizer
 from bateleur.runner.text.tokenizer import tag_tokens
 

@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 
 from bateleur.runner.outputs import CompletionOutput, Logprob, RequestOutput, RequestTimes
-from bateleur.runner.serve.openai.logprobs import chat_logprobs, completion_logprobs
 from bateleur.runner.serve.openai.replies import (
     Usage,
+    chat_logprobs,
     chat_reply,
     completion_choice,
+    completion_logprobs,
     completion_reply,
     error_body,
     reply_head,

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from tag_model import KINDS, TagModel
 
+from bateleur.runner.serve.parsers.chat_format import ReasoningPhase, answer_grammar
 from bateleur.runner.serve.parsers.options import TOOL_PARSERS
-from bateleur.runner.serve.parsers.reasoning import ReasoningPhase, answer_grammar
 from bateleur.runner.serve.parsers.tool_format import Function
 from bateleur.runner.structured.grammar import Grammars
 from bateleur.runner.structured.matcher import Matcher, fill

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from bateleur.runner import AsyncLLM
+from bateleur.runner.serve import messages
 from bateleur.runner.serve.body import validate
-from bateleur.runner.serve.messages import body as messages
 from bateleur.runner.serve.openai.requests import chat_request
 from bateleur.runner.serve.responses import body as responses
 

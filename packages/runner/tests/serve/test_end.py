@@ -11,8 +11,7 @@ from typing import Any
 
 import uvicorn
 
-from bateleur.runner.serve.connection import Connection
-from bateleur.runner.serve.server import Server
+from bateleur.runner.serve.server import Connection, Server
 
 ENDING = """
 import gc, json, os, signal, threading

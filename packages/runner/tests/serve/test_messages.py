@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from bateleur.runner.serve.messages.body import MessagesBody, chat_body
+from bateleur.runner.serve.messages import MessagesBody, chat_body
 
 PATH = "/v1/messages"
 TOOL = {"name": "weather", "description": "Looks.", "input_schema": {"type": "object"}}

@@ -5,9 +5,8 @@ from __future__ import annotations
 from fastapi import FastAPI
 
 from bateleur.runner.async_llm import AsyncLLM
-from bateleur.runner.serve import about, tokens
+from bateleur.runner.serve import about, messages, tokens
 from bateleur.runner.serve.config import ServeConfig
-from bateleur.runner.serve.messages import routes as messages
 from bateleur.runner.serve.middleware import add_middleware
 from bateleur.runner.serve.openai import routes as openai
 from bateleur.runner.serve.responses import routes as responses

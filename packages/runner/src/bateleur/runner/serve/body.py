@@ -91,21 +91,20 @@ _TYPES = {"int": "integer", "float": "number", "bool": "boolean", "str": "string
 
 def openapi_body(fields: Mapping[str, Field], *required: str, sampled: bool = True) -> dict[str, Any]:
     """Build the OpenAPI entry of a body with these fields. sampled: whether it also has the sampling parameters."""
-    properties = {name: _property(field.about, field.kind) for name, field in fields.items()}
+    described = {name: (field.about, field.kind) for name, field in fields.items()}
     for option in options_of(SamplingParams) if sampled else ():
         if option.name in sampling_names() and option.name not in fields:
             kind = next((json for name, json in _TYPES.items() if option.type.startswith(name)), None)
-            properties[option.name] = _property(option.help, kind)
+            described[option.name] = option.help, kind
+    properties = {
+        name: {"description": about, **({"type": kind} if kind else {})} for name, (about, kind) in described.items()
+    }
     return _body({"type": "object", "properties": properties, "required": [*required]})
 
 
 def openapi_model(model: type[BaseModel]) -> dict[str, Any]:
     """Build the OpenAPI entry of a body that pydantic validates."""
     return _body(model.model_json_schema())
-
-
-def _property(about: str, kind: str | None) -> dict[str, Any]:
-    return {"description": about, **({"type": kind} if kind else {})}
 
 
 def _body(schema: dict[str, Any]) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from fastapi import Request
@@ -30,22 +30,19 @@ class Report:
     events: list[Event]
 
 
+@dataclass(slots=True)
 class Answer:
     """The answer to a conversation, while the engine generates it."""
 
-    def __init__(
-        self,
-        service: Service,
-        parsed: ChatRequest,
-        prepared: PreparedChat,
-        outputs: AsyncGenerator[RequestOutput, None],
-    ) -> None:
-        self.parsed, self.usage = parsed, Usage(num_reasoning=0)
-        self._service, self._prepared, self._outputs = service, prepared, outputs
-        self._readers: dict[int, AnswerReader] = {}
-        self._num_reasoning: dict[int, int] = {}
-        self._answering: set[int] = set()
-        self._has_reasoning = False
+    service: Service
+    parsed: ChatRequest
+    prepared: PreparedChat
+    outputs: AsyncGenerator[RequestOutput, None]
+    usage: Usage = field(default_factory=lambda: Usage(num_reasoning=0))
+    _readers: dict[int, AnswerReader] = field(default_factory=dict)
+    _num_reasoning: dict[int, int] = field(default_factory=dict)
+    _answering: set[int] = field(default_factory=set)
+    _has_reasoning: bool = False
 
     @property
     def num_reasoning_tokens(self) -> int:
@@ -54,7 +51,7 @@ class Answer:
 
     async def reports(self) -> AsyncGenerator[Report, None]:
         """Yield a report for each output of each continuation. Closing the generator aborts the request."""
-        async with aclosing(self._outputs) as outputs:
+        async with aclosing(self.outputs) as outputs:
             async for output in outputs:
                 self.usage.count(output)
                 for completion in output.outputs:
@@ -62,14 +59,14 @@ class Answer:
 
     async def whole(self, request: Request) -> list[Report]:
         """Return one report per continuation, without streaming. Raises ClientDisconnect if the client disconnects."""
-        output = await self._service.cancel_on_disconnect(merge_outputs(self._outputs), request)
+        output = await self.service.cancel_on_disconnect(merge_outputs(self.outputs), request)
         self.usage.count(output)
         return [self._read(output, completion) for completion in output.outputs]
 
     def _read(self, output: RequestOutput, completion: CompletionOutput) -> Report:
         first = completion.index not in self._readers
         if first:
-            self._readers[completion.index] = self._prepared.reader()
+            self._readers[completion.index] = self.prepared.reader()
         events = self._readers[completion.index].read(completion)
         self._count_reasoning(completion, events)
         if not self.parsed.include_reasoning:
@@ -84,7 +81,7 @@ class Answer:
         self._has_reasoning = self._has_reasoning or any(isinstance(each, Reasoning) for each in events)
         if index in self._answering:
             return
-        ends = [i for i, token in enumerate(ids) if token == self._service.chat_format.reasoning_end_id]
+        ends = [i for i, token in enumerate(ids) if token == self.service.chat_format.reasoning_end_id]
         count = len(ids)
         if ends or any(isinstance(each, Content | ToolCall) for each in events):
             self._answering.add(index)

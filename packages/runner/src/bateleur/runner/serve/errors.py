@@ -52,10 +52,7 @@ _ANTHROPIC_KINDS = {
 
 @contextmanager
 def http_errors(names: Mapping[str, str] = MappingProxyType({})) -> Iterator[None]:
-    """Turn known errors in the `with` block into HTTPException with the right status.
-
-    names: maps a field's name in chat completions to its name in the client's API, for error messages.
-    """
+    """Turn known errors into HTTPException. names: fields of the API, by their names in chat completions."""
     try:
         yield
     except (QueueFull, AdaptersBusy) as error:

@@ -23,7 +23,6 @@ HELP = {
     "request_generation_tokens": "Tokens of an output.",
     "iteration_tokens_total": "Tokens of a step.",
 }
-"""Help texts of the histograms."""
 
 
 def render(stats: EngineStats, model_name: str, queued: int = 0) -> bytes:

@@ -43,15 +43,12 @@ class Service:
         self.names = served_names(None if model is None else Path(model), config.served_model_name)
         """Names of the model; replies have the first."""
         self.adapters: dict[str, LoRARequest] = {}
-        """LoRA adapters by the names that requests use as `model`."""
         for name, path in config.lora_modules:
             self._check_name(name)
             self.adapters[name] = LoRARequest(name, lora_path=path)
         self.defaults: dict[str, Any] = llm.llm.default_sampling
-        """Default sampling parameters of requests."""
         self.created = int(time.time())
         self.stopping = False
-        """Whether the server is stopping and rejects new requests."""
 
     def with_server_options(self, parsed: A) -> A:
         """Return the request with the server's options applied."""

@@ -20,7 +20,7 @@ from bateleur.runner.outputs import CompletionOutput, Logprob, RequestOutput, Te
 from bateleur.runner.sampling_params import SamplingParams
 from bateleur.runner.serve.openai.requests import ChatRequest
 from bateleur.runner.serve.parsers.chat_format import PreparedChat
-from bateleur.runner.serve.parsers.reasoning import THINK_END
+from bateleur.runner.serve.parsers.source import THINK_END
 from bateleur.runner.serve.service import Service, merge_outputs
 from bateleur.runner.text.chat import ChatPrompt
 from bateleur.runner.utils.arguments import refuse
@@ -37,10 +37,8 @@ class ThinkingBudget:
     parsed: ChatRequest
     prompt: ChatPrompt
     params: SamplingParams
-    """Parameters of the whole request."""
     budget: int
     opened: bool
-    """Whether the prompt opens the reasoning."""
     begin: int | None
     end: int
     """Ids of the tokens that begin and end the reasoning."""

@@ -28,9 +28,8 @@ _CACHE_SIZE = 64
 
 
 def token_bytes(tokenizer: Tokenizer, vocab_size: int) -> list[bytes]:
-    """Return the bytes that each of `vocab_size` tokens adds to a text.
+    """Return the bytes that each of `vocab_size` tokens adds to a text; b"" if there are none, or for a duplicate.
 
-    b"" for ids that the tokenizer lacks, and for a byte token if another token has the same bytes.
     Raises ValueError for a tokenizer whose tokens can't be read one by one.
     """
     if isinstance(tokenizer, NoTokenizer):

@@ -1,7 +1,6 @@
 """Structural tags in xgrammar's notation: parts of a text follow grammars, with free text between them.
 
-Tags that are one token of the model are recognised by token id, so that free text may quote their text. Other tags are
-recognised in the text.
+Tags that are one token are recognised by token id, so that free text may quote their text.
 """
 
 from __future__ import annotations

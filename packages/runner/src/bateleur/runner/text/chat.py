@@ -54,11 +54,9 @@ def render(
     add_generation_prompt: end with the start of an answer. continue_final_message: end in the last message, unfinished.
     chat_template_kwargs: further variables of the template, such as enable_thinking.
 
-    If the template refuses or omits system messages, they are merged into one at the start, if the template accepts
-    that. A template that does not know the role "developer" gets "system".
-
-    The tokenizer adds no special tokens, because the template writes them. Raises ValueError for malformed
-    messages, naming the place, without a template, and if the template raises.
+    System messages that the template refuses or omits are merged into one at the start, if it accepts that. The
+    tokenizer adds no special tokens. Raises ValueError for malformed messages, naming the place, without a template,
+    and if the template raises.
     """
     conversation, functions = checked_messages(messages), checked_tools(tools)
     more = _variables({} if chat_template_kwargs is None else chat_template_kwargs)

@@ -1,8 +1,4 @@
-"""Incremental detokenization of one request.
-
-Two kinds of text are held back: an incomplete character (a token may end inside a UTF-8 sequence), and the possible
-start of a stop string. All other text is returned at once.
-"""
+"""Incremental detokenization. It holds back incomplete characters and the possible start of a stop string."""
 
 from __future__ import annotations
 
@@ -24,12 +20,10 @@ _WINDOW = 24
 class IncrementalDetokenizer:
     """Text of one request's output, extended token by token.
 
-    tokenizer: decodes windows of token ids.
     stop: strings that end the text. The first complete one counts, even if it ends inside a token.
     prompt_token_ids: context; its text is not part of the output.
     min_tokens: a stop string that is complete before this many tokens is ordinary text.
     include_stop: end the text after the stop string instead of before it.
-    skip_special_tokens: special tokens have no text.
     tags: ids and texts of the tokens that `tags_from` reports, even those that are skipped as special tokens.
 
     The pieces returned by `push` and `finish` join to `text`. Without stop strings that is the text of all tokens

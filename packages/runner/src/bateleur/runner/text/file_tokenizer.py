@@ -18,9 +18,7 @@ class FileTokenizer:
     special_tokens_map: dict[str, str] = field(default_factory=dict)
     """Special tokens by name, such as `bos_token`."""
     extra_special_tokens: tuple[str, ...] = ()
-    """Special tokens without a name."""
     chat_template: str | None = None
-    """Jinja program that renders conversations."""
 
     def __len__(self) -> int:
         return int(self.backend_tokenizer.get_vocab_size(with_added_tokens=True))

@@ -16,7 +16,6 @@ _log = logging.getLogger(__name__)
 Message = Mapping[str, Any]
 """`role`, `content` (text, or parts of text) and further fields, with OpenAI's names."""
 _TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
-"""Types of content parts with text."""
 _HALF = re.compile(r"(?i)(\\ud[89ab]..\\ud[c-f]..)|\\ud[89a-f]..")
 _MAX_DEPTH = 200
 """Maximum depth of truncated arguments that are completed."""
@@ -148,10 +147,7 @@ def _call(name: str, given: object) -> dict[str, Any]:
 
 
 def _arguments(given: object) -> dict[str, Any]:
-    """Return the arguments of a tool call as an object.
-
-    Text is parsed; of truncated JSON the complete part is used; other text is put under "arguments".
-    """
+    """Return the arguments as an object. Of truncated JSON the complete part counts; other text is "arguments"."""
     if isinstance(given, str) and "\\ud" in given.lower():
         given = _HALF.sub(lambda found: found[1] or "\\ufffd", given)
     value = given

@@ -1,7 +1,4 @@
-"""Runs chat templates (Jinja programs) with the environment that transformers gives them.
-
-Templates are untrusted: they run in Jinja's sandbox and get plain data only.
-"""
+"""Runs chat templates (Jinja programs) in a sandbox, with transformers' environment and plain data only."""
 
 from __future__ import annotations
 

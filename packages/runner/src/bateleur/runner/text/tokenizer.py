@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 _TAG = re.compile(r"<[^<>\s]+>|\[/?[A-Z_]+\]")
 """Form of a tag that may be an ordinary added token, such as <think>."""
@@ -36,28 +36,24 @@ class NoTokenizer:
 
 def tag_tokens(tokenizer: Tokenizer) -> dict[int, str]:
     """Return markup by token id: special tokens, and added tokens in the form of a tag. Empty without a backend."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None:
-        return {}
-    known = sorted(backend.get_added_tokens_decoder().items())
-    return {token: each.content for token, each in known if each.special or _TAG.fullmatch(each.content)}
+    added = _added_tokens(tokenizer)
+    return {token: each.content for token, each in added if each.special or _TAG.fullmatch(each.content)}
 
 
 def special_token_ids(tokenizer: Tokenizer) -> frozenset[int]:
     """Return the ids of special tokens. Empty for a tokenizer without the tokenizers library."""
+    return frozenset(token for token, each in _added_tokens(tokenizer) if each.special)
+
+
+def _added_tokens(tokenizer: Tokenizer) -> list[tuple[int, Any]]:
     backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None:
-        return frozenset()
-    return frozenset(token for token, each in backend.get_added_tokens_decoder().items() if each.special)
+    return [] if backend is None else sorted(backend.get_added_tokens_decoder().items())
 
 
 def bad_words_token_ids(
     words: Sequence[str], tokenizer: Tokenizer, vocab_size: int, max_tokens: int
 ) -> tuple[tuple[int, ...], ...]:
-    """Return the token ids of each word at the start of a text and after a space.
-
-    Leading white space of a word is ignored; a word of white space only is taken unchanged. Sequences longer than
-    `max_tokens`, the tokens that the request can generate, are left out.
+    """Return the token ids of each word at the start of a text and after a space, up to `max_tokens` long.
 
     Raises ValueError, naming the word, if it has no tokens, or one that the model does not have.
     """

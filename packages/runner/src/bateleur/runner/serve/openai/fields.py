@@ -76,7 +76,6 @@ class Field:
 
     check: Check
     about: str
-    """Description in the OpenAPI schema."""
     kind: str | None = None
     """JSON Schema type; None if several types are accepted."""
 

@@ -24,22 +24,17 @@ Names: TypeAlias = Mapping[str, str]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class APIRequest:
-    """Fields that all parsed request bodies have. names: see `http_errors`."""
+    """Fields that all parsed request bodies have; `COMMON` describes them."""
 
     params: SamplingParams
     model: str | None = None
     request_id: str | None = None
-    """Suffix of the reply's id."""
     priority: int = 0
-    """Lower values run first."""
     stream: bool = False
     include_usage: bool = False
-    """Whether the last chunk of a stream has the usage."""
     continuous_usage: bool = False
-    """Whether every chunk of a stream has the usage so far."""
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False
-    """Whether log probabilities name tokens as token_id:ID."""
     names: Names = field(default_factory=dict)
     """For errors: names of fields in the client's API, by their names in chat completions."""
 
@@ -51,19 +46,18 @@ class APIRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompletionRequest(APIRequest):
-    """Parsed body of `/v1/completions`."""
+    """Parsed body of `/v1/completions`; see `COMPLETION_FIELDS`."""
 
     prompts: tuple[dict[str, Any], ...]
     """Prompts as `LLM.add_request` takes them: {"prompt": text} or {"prompt_token_ids": ids}."""
     echo: bool = False
-    """Whether the text begins with the prompt."""
     only_prompt: bool = False
     """Whether max_tokens is 0. The engine generates at least one token, which the reply leaves out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatRequest(APIRequest):
-    """Parsed body of `/v1/chat/completions`."""
+    """Parsed body of `/v1/chat/completions`; see `CHAT_FIELDS`."""
 
     messages: tuple[dict[str, Any], ...]
     """Messages for the chat template: content is text, arguments of tool calls are objects."""
@@ -71,17 +65,12 @@ class ChatRequest(APIRequest):
     tool_choice: ToolChoice = "none"
     parallel_tool_calls: bool = True
     chat_template: str | None = None
-    """Chat template that replaces the checkpoint's."""
     template: dict[str, Any] = field(default_factory=dict)
-    """Additional arguments of the template."""
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     echo: bool = False
-    """Whether the answer begins with the last message, if its role is assistant."""
     thinking_token_budget: int | None = None
-    """Maximum number of reasoning tokens; None for no limit."""
     include_reasoning: bool = True
-    """Whether the reply contains the reasoning."""
 
     def prompt_for(self, tokenizer: Tokenizer) -> ChatPrompt:
         """Render the conversation, without tools if tool_choice is none. Raises ValueError as `render`."""
@@ -223,7 +212,6 @@ COMPLETION_FIELDS: dict[str, Field] = {
     "suffix": Field(_no_suffix, "Only empty: text is only generated at the end.", "string"),
     "response_format": Field(response_format, "text, json_object, json_schema or structural_tag.", "object"),
 }
-"""Fields of `/v1/completions`."""
 CHAT_FIELDS: dict[str, Field] = {
     **COMMON,
     "messages": Field(
@@ -251,4 +239,3 @@ CHAT_FIELDS: dict[str, Field] = {
     "continue_final_message": Field(flag, "Continue the last message.", "boolean"),
     "response_format": Field(response_format, "text, json_object, json_schema or structural_tag.", "object"),
 }
-"""Fields of `/v1/chat/completions`."""

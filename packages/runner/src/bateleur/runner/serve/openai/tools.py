@@ -1,4 +1,4 @@
-"""Parsing of `tools` and `tool_choice`."""
+"""Parsing of `tools` and `tool_choice`. Tools often use Python's names of JSON Schema types."""
 
 from __future__ import annotations
 
@@ -7,12 +7,23 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
-from bateleur.runner.serve.openai.schema_types import standard_types
 from bateleur.runner.text.messages import checked_tool, checked_tools
 from bateleur.runner.utils.arguments import mapping, refuse, shown, text
 from bateleur.runner.utils.log_once import log_once
 
 _log = logging.getLogger(__name__)
+_TYPE_NAMES = {
+    "string": "string str text char varchar enum",
+    "integer": "integer int long short int8 int16 int32 int64 uint uint8 uint16 uint32 uint64",
+    "number": "number num float double decimal float16 float32 float64",
+    "boolean": "boolean bool",
+    "object": "object dict map mapping struct",
+    "array": "array arr list tuple sequence set",
+    "null": "null none nonetype",
+}
+_STANDARD = {name: kind for kind, names in _TYPE_NAMES.items() for name in names.split()}
+_VALUES = frozenset(("const", "enum", "default", "examples"))
+"""Schema fields that hold values, not schemas."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,10 +98,7 @@ def allowed_tools(choice: Any, tools: tuple[dict[str, Any], ...]) -> tuple[Any, 
 
 
 def forced_schema(choice: ToolChoice, tools: Tools, *, parallel: bool) -> dict[str, Any] | None:
-    """Return the JSON schema of an answer with a forced call; None if no call is forced.
-
-    The answer is the arguments of the named tool, or a list of calls, with one call unless `parallel`.
-    """
+    """Return the schema of forced arguments or, if `required`, of a list of calls; None if no call is forced."""
     functions = [each["function"] for each in tools]
     if isinstance(choice, NamedTool):
         return next(_arguments(each) for each in functions if each["name"] == choice.name)
@@ -141,3 +149,23 @@ def _moved(schema: Any, prefix: str) -> Any:
     if isinstance(reference := schema.get("$ref"), str) and reference.startswith("#"):
         moved["$ref"] = prefix + reference[1:]
     return moved
+
+
+def standard_type(name: object) -> str | None:
+    """Return JSON Schema's name of a type, such as array for `list[str]`; None if `name` is not a type."""
+    return _STANDARD.get(name.partition("[")[0].strip().lower()) if isinstance(name, str) else None
+
+
+def standard_types(schema: Any) -> Any:
+    """Return the schema with standard type names."""
+    if isinstance(schema, list):
+        return [standard_types(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    found = {key: each if key in _VALUES else standard_types(each) for key, each in schema.items()}
+    given = schema.get("type")
+    if isinstance(given, str):
+        found["type"] = standard_type(given) or given
+    elif isinstance(given, list):
+        found["type"] = [standard_type(each) or each for each in given]
+    return found

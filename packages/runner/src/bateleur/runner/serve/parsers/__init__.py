@@ -1,5 +1,1 @@
-"""Parsers of model output: reasoning, content and tool calls as events.
-
-`ChatFormat.prepare` returns the parameters of a request and the reader of its answer. Every API translates the reader's
-events. Each module of a format, such as `hermes`, parses calls in one notation.
-"""
+"""Parsers of model output. `ChatFormat.prepare` returns the reader of an answer, which yields events for every API."""

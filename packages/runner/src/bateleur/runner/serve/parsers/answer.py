@@ -6,8 +6,15 @@ from collections.abc import Callable, Sequence
 
 from bateleur.runner.outputs import TextTag
 from bateleur.runner.serve.parsers.events import Content, Event, Reasoning, ToolCall, merged
-from bateleur.runner.serve.parsers.reasoning import THINK, THINK_END
-from bateleur.runner.serve.parsers.source import IncrementalParse, Search, Source, TagTable, skip_space
+from bateleur.runner.serve.parsers.source import (
+    THINK,
+    THINK_END,
+    IncrementalParse,
+    Search,
+    Source,
+    TagTable,
+    skip_space,
+)
 from bateleur.runner.serve.parsers.tool_format import Calls, ToolFormat
 
 _LONGEST_PIECE = 512

@@ -1,8 +1,4 @@
-"""Events: the parts of a model's answer, in order.
-
-Adjacent text events of one kind can be joined. Joined like this, the events of a stream equal those of the whole
-answer.
-"""
+"""Events: the parts of an answer, in order. Joined, the events of a stream equal those of the whole answer."""
 
 from __future__ import annotations
 
@@ -40,7 +36,6 @@ class Arguments:
     """A part of the arguments of a call. All parts together are a JSON object, unless the answer was truncated."""
 
     index: int
-    """Index of the call."""
     text: str
 
 

@@ -11,7 +11,7 @@ from bateleur.runner.serve.parsers.hermes import Granite, Hermes, Qwen3Coder
 from bateleur.runner.serve.parsers.json_calls import Llama3Json
 from bateleur.runner.serve.parsers.kimi_k2 import KimiK2
 from bateleur.runner.serve.parsers.pythonic import Lfm2, Olmo3
-from bateleur.runner.serve.parsers.reasoning import THINK_END
+from bateleur.runner.serve.parsers.source import THINK_END
 from bateleur.runner.serve.parsers.tool_format import ToolFormat
 from bateleur.runner.utils.arguments import Check, OneOf, flag, mapping, maybe, refuse, text
 from bateleur.runner.utils.options import Checked, option
@@ -53,10 +53,7 @@ _CALLS_IN_TEMPLATE = (
 
 
 def tool_parser_of(template: str, tags: Collection[str]) -> str | None:
-    """Return the tool parser for a chat template; None without tools or with an unknown format.
-
-    tags: tag tokens of the tokenizer. LFM2 is recognised by them, because its templates lack the tags.
-    """
+    """Return the tool parser for a chat template. LFM2 is recognised by its tags, which its templates lack."""
     if "tools" not in template:
         return None
     default = "lfm2" if "<|tool_call_start|>" in tags else None

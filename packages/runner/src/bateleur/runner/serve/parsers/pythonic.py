@@ -72,10 +72,7 @@ def _read_functions(source: Source, at: int, calls: Calls) -> IncrementalParse[b
 
 
 def _read_keywords(source: Source, writer: ArgumentsWriter) -> IncrementalParse[bool]:
-    """Consume arguments up to `)`. Returns False if they were truncated. Positional ones get the next unused name.
-
-    Models forget commas. So the name of a parameter and "=" after a value begin the next argument.
-    """
+    """Consume arguments up to `)`. Returns False if they were truncated. Models forget commas and names."""
     if names := "|".join(map(re.escape, writer.properties)):
         writer.next_key = re.compile(rf"(?<!\w)(?:{names})\s*=(?!=)")
     while True:

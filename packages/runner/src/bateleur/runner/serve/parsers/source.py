@@ -15,6 +15,8 @@ from bateleur.runner.outputs import TextTag
 T = TypeVar("T")
 IncrementalParse: TypeAlias = Generator[None, None, T]
 
+THINK, THINK_END = "<think>", "</think>"
+"""Tags around the reasoning, at the start of an answer."""
 _SPACE = re.compile(r"\s*")
 _FIRST_STAND_IN = 0xD800
 
@@ -25,7 +27,6 @@ class Source:
     def __init__(self, text: str = "", *, final: bool = False) -> None:
         self.text = text
         self.final = final
-        """Whether the text has ended."""
         self.cut = False
         """Whether the text was truncated by a limit."""
 
@@ -69,10 +70,7 @@ class Search:
         self._longest = max(map(len, known), default=1) - 1
 
     def first(self, source: Source, at: int = 0) -> tuple[int, str]:
-        """Return the position of the first tag from `at` on, and the tag.
-
-        Without a tag, returns the position of a possible start of a tag at the end of the text, and "".
-        """
+        """Return the position of the first tag and the tag, or of a possible start of a tag at the end, and ""."""
         text = source.text
         if (found := self._pattern.search(text, at)) is not None:
             return found.start(), found[0]

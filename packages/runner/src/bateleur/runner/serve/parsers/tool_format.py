@@ -135,7 +135,6 @@ class ArgumentsWriter:
         """schema: parameters of the tool."""
         self.write, self._schema, self.end_tags = write, schema, end_tags
         self.keys: list[str] = []
-        """Keys written so far."""
         self.next_key = NO_KEY
         """Pattern of a key that ends the value before it, without a comma."""
 

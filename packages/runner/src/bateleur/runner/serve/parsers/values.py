@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from math import isfinite
 from typing import Any, NoReturn
 
-from bateleur.runner.serve.openai.schema_types import standard_type
+from bateleur.runner.serve.openai.tools import standard_type
 from bateleur.runner.structured.structural_tag import at_pointer
 
 _DEEPEST = 16

@@ -18,7 +18,7 @@ from bateleur.runner.serve.body import openapi_model, read_model
 from bateleur.runner.serve.conversation import Answer, answer, render_prompt
 from bateleur.runner.serve.errors import error_of, http_error, http_errors
 from bateleur.runner.serve.json_text import JSONText, dumps
-from bateleur.runner.serve.openai.logprobs import chat_logprobs
+from bateleur.runner.serve.openai.replies import chat_logprobs
 from bateleur.runner.serve.openai.requests import ChatRequest, chat_request
 from bateleur.runner.serve.responses.body import NAMES, Item, ResponsesBody, chat_body
 from bateleur.runner.serve.responses.writer import ResponseWriter
@@ -33,51 +33,13 @@ _RUNNING = ("queued", "in_progress")
 
 def router(service: Service) -> APIRouter:
     """Create the routes of the Responses API."""
-    routes, responses = APIRouter(), _ResponseHandler(service)
-
-    @routes.post("/v1/responses", openapi_extra=openapi_model(ResponsesBody))
-    async def create(request: Request) -> Response:
-        """Create a response."""
-        return await responses.create(request)
-
-    @routes.post("/v1/responses/input_tokens", openapi_extra=openapi_model(ResponsesBody))
-    async def count(request: Request) -> Response:
-        """Count the tokens of an input."""
-        _, parsed, _ = await responses.read(request)
-        _, prompt = await render_prompt(service, parsed)
-        return JSONText({"object": "response.input_tokens", "input_tokens": len(prompt["prompt_token_ids"])})
-
-    @routes.get("/v1/responses/{response_id}")
-    async def retrieve(request: Request, response_id: str, stream: str = "false") -> Response:
-        """Return a stored response."""
-        with http_errors():
-            if stream.lower() not in ("false", "0", ""):
-                refuse("stream", stream, "false: only the request that creates a response streams it")
-        return JSONText(responses.stored(response_id).response)
-
-    @routes.delete("/v1/responses/{response_id}")
-    async def delete(request: Request, response_id: str) -> Response:
-        """Delete a stored response. Aborts it if it is running."""
-        responses.stored(response_id)
-        await responses.cancel(response_id)
-        responses.store.drop(response_id)
-        return JSONText({"id": response_id, "object": "response", "deleted": True})
-
-    @routes.post("/v1/responses/{response_id}/cancel")
-    async def cancel(request: Request, response_id: str) -> Response:
-        """Abort a running response."""
-        return JSONText(await responses.cancel(response_id))
-
-    @routes.get("/v1/responses/{response_id}/input_items")
-    async def inputs(
-        request: Request, response_id: str, limit: str = "20", order: str = "desc", after: str | None = None
-    ) -> Response:
-        """Return a page of the input items of a stored response, newest first unless `order` is asc."""
-        inputs = responses.stored(response_id).inputs
-        items = [{**each, "id": str(each.get("id") or f"item_{i}")} for i, each in enumerate(inputs)]
-        with http_errors():
-            return JSONText(_page(items, limit, order, after))
-
+    routes, responses, body = APIRouter(), _Responses(service), openapi_model(ResponsesBody)
+    routes.post("/v1/responses", openapi_extra=body)(responses.create)
+    routes.post("/v1/responses/input_tokens", openapi_extra=body)(responses.count)
+    routes.get("/v1/responses/{response_id}")(responses.retrieve)
+    routes.delete("/v1/responses/{response_id}")(responses.delete)
+    routes.post("/v1/responses/{response_id}/cancel")(responses.cancel)
+    routes.get("/v1/responses/{response_id}/input_items")(responses.inputs)
     return routes
 
 
@@ -158,17 +120,16 @@ class _Running:
     """Task that generates a background response."""
 
 
-class _ResponseHandler:
-    """Creates, stores and cancels the responses of one server."""
+class _Responses:
+    """The endpoints of the Responses API, and the responses of one server."""
 
     def __init__(self, service: Service) -> None:
-        self._service = service
-        self.store = ResponseStore(service.config.response_store_bytes)
+        self._service, self._store = service, ResponseStore(service.config.response_store_bytes)
         self._running: dict[str, _Running] = {}
 
-    def stored(self, response_id: str) -> StoredResponse:
+    def _stored(self, response_id: str) -> StoredResponse:
         """Return a stored response. Raises HTTPException if it does not exist."""
-        stored = self.store.get(response_id)
+        stored = self._store.get(response_id)
         if stored is None:
             message = (
                 f"response {response_id[:100]!r} is not stored: --response-store-bytes limits the store, and "
@@ -181,20 +142,20 @@ class _ResponseHandler:
         """Return the item that an `item_reference` names. Raises HTTPException if it is not stored."""
         if item.get("type") != "item_reference":
             return item
-        found = self.store.outputs.get(str(item.get("id")))
+        found = self._store.outputs.get(str(item.get("id")))
         if found is None:
             message = f"input has a reference to the item {str(item.get('id'))[:100]!r}, which is not stored"
             raise http_error(404, message, param="input", code="item_not_found")
         return found
 
-    async def read(self, request: Request) -> tuple[ResponsesBody, ChatRequest, StoredResponse | None]:
+    async def _read(self, request: Request) -> tuple[ResponsesBody, ChatRequest, StoredResponse | None]:
         body = await read_model(request, self._service.config, ResponsesBody)
         with http_errors():
             if body.background and (body.stream or body.store is False):
                 raise ValueError("background is True; it must be False with stream or without store")
             if isinstance(body.input, list):
                 body.input = [self._resolved(each) for each in body.input]
-        previous = None if body.previous_response_id is None else self.stored(body.previous_response_id)
+        previous = None if body.previous_response_id is None else self._stored(body.previous_response_id)
         if previous is not None and previous.response["status"] in _RUNNING:
             message = "previous_response_id is a response that is still running"
             raise http_error(400, message, param="previous_response_id")
@@ -203,7 +164,8 @@ class _ResponseHandler:
             return body, chat_request(chat, self._service.defaults, strict=strict, names=NAMES), previous
 
     async def create(self, request: Request) -> Response:
-        body, parsed, previous = await self.read(request)
+        """Create a response."""
+        body, parsed, previous = await self._read(request)
         response = _response(self._service, body, parsed)
         answered = await answer(self._service, parsed, response["id"])
         running = _Running(response)
@@ -212,7 +174,7 @@ class _ResponseHandler:
             return EventStream(events, named=True)
         if body.background:
             self._running[response["id"]] = running
-            self.store.put(response, body.items, previous)
+            self._store.put(response, body.items, previous)
             running.task = asyncio.create_task(_last_event_of(events))
             return JSONText(response)
         last = await self._service.cancel_on_disconnect(_last_event_of(events), request)
@@ -220,13 +182,43 @@ class _ResponseHandler:
             raise http_error(running.status, response["error"]["message"], code=response["error"]["code"])
         return JSONText(response)
 
-    async def cancel(self, response_id: str) -> Item:
+    async def count(self, request: Request) -> Response:
+        """Count the tokens of an input."""
+        _, parsed, _ = await self._read(request)
+        _, prompt = await render_prompt(self._service, parsed)
+        return JSONText({"object": "response.input_tokens", "input_tokens": len(prompt["prompt_token_ids"])})
+
+    async def retrieve(self, request: Request, response_id: str, stream: str = "false") -> Response:
+        """Return a stored response."""
+        with http_errors():
+            if stream.lower() not in ("false", "0", ""):
+                refuse("stream", stream, "false: only the request that creates a response streams it")
+        return JSONText(self._stored(response_id).response)
+
+    async def delete(self, request: Request, response_id: str) -> Response:
+        """Delete a stored response. Aborts it if it is running."""
+        self._stored(response_id)
+        await self.cancel(request, response_id)
+        self._store.drop(response_id)
+        return JSONText({"id": response_id, "object": "response", "deleted": True})
+
+    async def cancel(self, request: Request, response_id: str) -> Response:
+        """Abort a running response."""
         running = self._running.get(response_id)
         if running is None:
-            return self.stored(response_id).response
+            return JSONText(self._stored(response_id).response)
         await self._service.llm.abort(f"{response_id}-0")
         await asyncio.wait_for(running.ended.wait(), _CANCEL_SECONDS)
-        return running.response
+        return JSONText(running.response)
+
+    async def inputs(
+        self, request: Request, response_id: str, limit: str = "20", order: str = "desc", after: str | None = None
+    ) -> Response:
+        """Return a page of the input items of a stored response, newest first unless `order` is asc."""
+        inputs = self._stored(response_id).inputs
+        items = [{**each, "id": str(each.get("id") or f"item_{i}")} for i, each in enumerate(inputs)]
+        with http_errors():
+            return JSONText(_page(items, limit, order, after))
 
     async def _events(
         self, answered: Answer, body: ResponsesBody, previous: StoredResponse | None, running: _Running
@@ -255,7 +247,7 @@ class _ResponseHandler:
             if response["status"] in _RUNNING:  # the client disconnected
                 response["status"] = "cancelled"
             if body.store is not False:
-                self.store.put(response, body.items, previous)
+                self._store.put(response, body.items, previous)
             del self._running[response["id"]]
             running.ended.set()
 

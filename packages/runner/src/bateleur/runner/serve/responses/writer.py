@@ -11,9 +11,6 @@ from uuid import uuid4
 from bateleur.runner.serve.parsers.events import Arguments, Content, End, Event, Reasoning, ToolCall
 from bateleur.runner.serve.responses.body import Item
 
-StreamEvent = dict[str, Any]
-"""Body of one server-sent event."""
-
 
 class ResponseWriter:
     """Builds a response from the events of an answer, and yields stream events for every change."""
@@ -24,13 +21,13 @@ class ResponseWriter:
         self._number, self._arguments = 0, ""
         self._open: Item | None = None
 
-    def begin(self) -> Iterator[StreamEvent]:
+    def begin(self) -> Iterator[Item]:
         """Yield the first events."""
         self.response["status"] = "in_progress"
         yield self._event("response.created", response=self._snapshot())
         yield self._event("response.in_progress", response=self._snapshot())
 
-    def write(self, events: Sequence[Event], logprobs: list[Any] | None = None) -> Iterator[StreamEvent]:
+    def write(self, events: Sequence[Event], logprobs: list[Any] | None = None) -> Iterator[Item]:
         """Add events to the response; yields stream events. logprobs: log probabilities of their tokens."""
         for event in events:
             match event:
@@ -58,19 +55,19 @@ class ResponseWriter:
                     details = {"reason": "max_output_tokens"} if reason == "length" else None
                     self.response |= {"status": status, "incomplete_details": details}
 
-    def end(self, usage: Item) -> Iterator[StreamEvent]:
+    def end(self, usage: Item) -> Iterator[Item]:
         """Yield the last event."""
         self.response |= {"usage": usage, "completed_at": int(time.time())}
         status = self.response["status"]
         yield self._event(f"response.{'incomplete' if status == 'cancelled' else status}", response=self._snapshot())
 
-    def fail(self, error: Item) -> Iterator[StreamEvent]:
+    def fail(self, error: Item) -> Iterator[Item]:
         """Yield the last event of a failed response. error: `code` and `message`."""
         fields = {"code": error.get("code") or "server_error", "message": error["message"]}
         self.response |= {"status": "failed", "error": fields}
         yield self._event("response.failed", response=self._snapshot())
 
-    def _text(self, kind: str, text: str, logprobs: list[Any]) -> Iterator[StreamEvent]:
+    def _text(self, kind: str, text: str, logprobs: list[Any]) -> Iterator[Item]:
         if self._open is None or self._open["type"] != kind:
             yield from self._close("completed")
             yield from self._begin_text(kind)
@@ -80,7 +77,7 @@ class ResponseWriter:
         part.get("logprobs", []).extend(logprobs)
         yield self._item_event(f"response.{part['type']}.delta", content_index=0, delta=text, **more)
 
-    def _begin_text(self, kind: str) -> Iterator[StreamEvent]:
+    def _begin_text(self, kind: str) -> Iterator[Item]:
         item: Item = {"type": kind, "content": [], "status": "in_progress"}
         if kind == "message":
             part: Item = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
@@ -92,12 +89,12 @@ class ResponseWriter:
         item["content"].append(part)
         yield self._item_event("response.content_part.added", content_index=0, part=_copy(part))
 
-    def _add(self, item: Item) -> Iterator[StreamEvent]:
+    def _add(self, item: Item) -> Iterator[Item]:
         self._open = item
         self.response["output"].append(item)
         yield self._event("response.output_item.added", output_index=self._index, item=_copy(item))
 
-    def _close(self, status: str) -> Iterator[StreamEvent]:
+    def _close(self, status: str) -> Iterator[Item]:
         if (item := self._open) is None:
             return
         if item["type"] == "function_call":
@@ -117,7 +114,7 @@ class ResponseWriter:
         yield self._event("response.output_item.done", output_index=self._index, item=_copy(item))
         self._open = None
 
-    def _item_event(self, kind: str, **fields: Any) -> StreamEvent:
+    def _item_event(self, kind: str, **fields: Any) -> Item:
         assert self._open is not None
         return self._event(kind, output_index=self._index, item_id=self._open["id"], **fields)
 
@@ -125,7 +122,7 @@ class ResponseWriter:
     def _index(self) -> int:
         return len(self.response["output"]) - 1
 
-    def _event(self, kind: str, **fields: Any) -> StreamEvent:
+    def _event(self, kind: str, **fields: Any) -> Item:
         self._number += 1
         return {"type": kind, "sequence_number": self._number - 1, **fields}
 
