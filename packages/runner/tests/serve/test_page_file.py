@@ -4,9 +4,10 @@ import re
 from base64 import b64encode
 from hashlib import sha256
 
-from bateleur.runner.serve.page import content_security_policy, html
+from bateleur.runner.serve.about import web_page
 
-PAGE = html().decode()
+HTML, POLICY = web_page()
+PAGE = HTML.decode()
 
 
 def test_it_takes_nothing_from_elsewhere() -> None:
@@ -16,12 +17,11 @@ def test_it_takes_nothing_from_elsewhere() -> None:
 
 
 def test_its_script_and_style_are_the_only_ones_that_may_run() -> None:
-    policy = content_security_policy()
-    assert "unsafe" not in policy
+    assert "unsafe" not in POLICY
     for tag in ("script", "style"):
         (text,) = re.findall(rf"<{tag}>(.*?)</{tag}>", PAGE, re.DOTALL)
         digest = b64encode(sha256(text.encode()).digest()).decode()
-        assert f"{tag}-src 'sha256-{digest}';" in policy
+        assert f"{tag}-src 'sha256-{digest}';" in POLICY
     assert not re.findall(r"\son\w+=|\sstyle=", PAGE), "handlers and styles of elements are refused by it"
 
 

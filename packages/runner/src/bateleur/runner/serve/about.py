@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import re
+from base64 import b64encode
 from datetime import UTC, datetime
+from functools import cache
+from hashlib import sha256
+from importlib.resources import files
 from typing import Any, Literal
 
 from fastapi import APIRouter, Request
@@ -10,7 +15,7 @@ from fastapi.responses import HTMLResponse, PlainTextResponse, Response
 from fastapi.routing import APIRoute
 from pydantic import BaseModel
 
-from bateleur.runner.serve import metrics, page
+from bateleur.runner.serve import metrics
 from bateleur.runner.serve.body import openapi_model, read_model
 from bateleur.runner.serve.errors import http_error, http_errors
 from bateleur.runner.serve.json_text import JSONText
@@ -64,8 +69,8 @@ def router(service: Service) -> APIRouter:
 
     @routes.get("/")
     async def index(request: Request) -> Response:
-        policy = {"Content-Security-Policy": page.content_security_policy(), "X-Content-Type-Options": "nosniff"}
-        return HTMLResponse(page.html(), headers=policy)
+        html, policy = web_page()
+        return HTMLResponse(html, headers={"Content-Security-Policy": policy, "X-Content-Type-Options": "nosniff"})
 
     _add_adapters(routes, service)
     for route in list(routes.routes):
@@ -93,6 +98,18 @@ def _add_adapters(routes: APIRouter, service: Service) -> None:
         with http_errors():
             await service.unload_adapter(body.lora_name)
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
+
+
+@cache
+def web_page() -> tuple[bytes, str]:
+    """Return the web page, and the Content-Security-Policy that allows only its own script, style and server."""
+    html, allowed = files("bateleur.runner.serve").joinpath("page.html").read_bytes(), []
+    for tag in ("script", "style"):
+        texts: list[bytes] = re.findall(rf"<{tag}>(.*?)</{tag}>".encode(), html, re.DOTALL)
+        hashes = (f"'sha256-{b64encode(sha256(each).digest()).decode()}'" for each in texts)
+        allowed.append(f"{tag}-src {' '.join(hashes)}")
+    rest = "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    return html, "; ".join(["default-src 'none'", *allowed, rest])
 
 
 def _model(service: Service, name: str) -> dict[str, Any]:

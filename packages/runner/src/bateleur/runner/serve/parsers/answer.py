@@ -47,7 +47,7 @@ class AnswerParser:
         self._after_call = self._has_content = False
         start_tags = () if calls is None else calls.start_tags
         self._begin, self._end = ("", "") if opened is None else map(self._table.marker, (THINK, THINK_END))
-        again = self._begin if self._table.is_token(THINK) else ""
+        again = "" if self._begin == THINK else self._begin
         self._in_reasoning = Search(filter(None, (self._end, *start_tags)))
         self._in_content = Search(filter(None, (again, self._end, *start_tags)))
         self._read = self._answer()

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 from bateleur.runner.outputs import CompletionOutput
 from bateleur.runner.sampling_params import SamplingParams
@@ -100,7 +100,8 @@ class ChatFormat:
     def prepare(self, parsed: ChatRequest, prompt: ChatPrompt) -> PreparedChat:
         """Prepare a request for this prompt. Raises ValueError for tool_choice auto without a tool parser."""
         phase: ReasoningPhase = "none" if self.reasoning_parser is None else self._reasoning_phase(prompt)
-        if phase == "possible" and not _allows_reasoning(parsed.template):
+        disabled = any(parsed.template.get(name) is False for name in ("enable_thinking", "thinking"))
+        if phase == "possible" and (disabled or parsed.template.get("reasoning_effort") == "none"):
             phase = "none"
         choice, tools = parsed.tool_choice, parsed.tools
         kind: type[ToolFormat] | None = None
@@ -148,11 +149,6 @@ def with_options(parsed: ChatRequest, options: ParserOptions) -> ChatRequest:
     """Return the request with the chat template and template arguments of the options."""
     names = {**(options.default_chat_template_kwargs or {}), **parsed.template}
     return replace(parsed, chat_template=options.chat_template, template=names)
-
-
-def _allows_reasoning(template: Mapping[str, Any]) -> bool:
-    off = any(template.get(name) is False for name in ("enable_thinking", "thinking"))
-    return not off and template.get("reasoning_effort") != "none"
 
 
 def answer_grammar(

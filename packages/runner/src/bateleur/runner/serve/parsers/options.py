@@ -38,6 +38,7 @@ _REASONING_PARSER_ALIASES = {
     "kimi_linear lfm2 glm45 holo2 granite4"
 }
 """Other names of parsers in vLLM and SGLang."""
+_ARGUMENTS = maybe(lambda name, value: mapping(name, value, "an object with arguments of the chat template"))
 _CALLS_IN_TEMPLATE = (
     ("<|tool_calls_section_begin|>", "kimi_k2"),
     ("<|tool_call_start|>", "lfm2"),
@@ -81,10 +82,6 @@ def _template(name: str, value: Any) -> str:
         refuse(name, value, f"a template with {{{{ or {{%, or a template file ({error})")
 
 
-def _template_arguments(name: str, value: Any) -> dict[str, Any]:
-    return mapping(name, value, "an object with arguments of the chat template")
-
-
 def _parser(names: Collection[str], aliases: Mapping[str, str]) -> Check:
     """Return a check of a parser name, which resolves aliases. A value of None means `none`."""
     names_of = {alias: name for name, others in aliases.items() for alias in others.split()}
@@ -103,7 +100,7 @@ class ParserOptions(Checked):
 
     chat_template: str | None = option(None, maybe(_template))
     """Jinja chat template, or a file with one (default: the checkpoint's)."""
-    default_chat_template_kwargs: Mapping[str, Any] | None = option(None, maybe(_template_arguments), hashed=False)
+    default_chat_template_kwargs: Mapping[str, Any] | None = option(None, _ARGUMENTS, hashed=False)
     """Default arguments of the chat template, such as {"enable_thinking": false}."""
     tool_call_parser: str = option(AUTO, _parser(TOOL_PARSERS, _TOOL_PARSER_ALIASES))
     """Parser of tool calls: granite, hermes, kimi_k2, lfm2, llama3_json, olmo3, qwen3_coder, none, or auto, which

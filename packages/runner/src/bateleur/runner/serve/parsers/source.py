@@ -98,10 +98,6 @@ class TagTable:
         """Return the marker of a tag, or the tag itself if it is not a single token."""
         return self._by_text.get(tag, tag)
 
-    def is_token(self, tag: str) -> bool:
-        """Return whether the tag is a single token."""
-        return tag in self._by_text
-
     def mark(self, text: str, tags: Sequence[TextTag]) -> str:
         """Replace each known tag in the text by the character that stands for it."""
         parts, at = [], 0
