@@ -14,7 +14,8 @@ from bateleur.runner.serve.errors import http_errors
 from bateleur.runner.serve.openai.replies import Usage
 from bateleur.runner.serve.openai.requests import ChatRequest
 from bateleur.runner.serve.openai.tools import is_strict
-from bateleur.runner.serve.parsers.chat_format import AnswerReader, PreparedChat, with_options
+from bateleur.runner.serve.parsers.answer import AnswerParser
+from bateleur.runner.serve.parsers.chat_format import PreparedChat, with_options
 from bateleur.runner.serve.parsers.events import Content, Event, Reasoning, ToolCall
 from bateleur.runner.serve.service import Service, merge_outputs
 from bateleur.runner.serve.thinking_budget import ThinkingBudget
@@ -39,7 +40,7 @@ class Answer:
     prepared: PreparedChat
     outputs: AsyncGenerator[RequestOutput, None]
     usage: Usage = field(default_factory=lambda: Usage(num_reasoning=0))
-    _readers: dict[int, AnswerReader] = field(default_factory=dict)
+    _readers: dict[int, AnswerParser] = field(default_factory=dict)
     _num_reasoning: dict[int, int] = field(default_factory=dict)
     _answering: set[int] = field(default_factory=set)
     _has_reasoning: bool = False

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from bateleur.runner.outputs import TextTag
-from bateleur.runner.serve.parsers.events import Content, Event, Reasoning, ToolCall, merged
+from bateleur.runner.outputs import CompletionOutput, TextTag
+from bateleur.runner.serve.parsers.events import Arguments, Content, End, Event, Reasoning, ToolCall, merged
 from bateleur.runner.serve.parsers.source import (
     THINK,
     THINK_END,
@@ -16,6 +16,7 @@ from bateleur.runner.serve.parsers.source import (
     skip_space,
 )
 from bateleur.runner.serve.parsers.tool_format import Calls, ToolFormat
+from bateleur.runner.serve.parsers.values import is_complete
 
 _LONGEST_PIECE = 512
 """Characters parsed at once: removing text from the front of a longer string would copy the rest each time."""
@@ -34,8 +35,7 @@ class AnswerParser:
     ) -> None:
         """opened: whether the prompt has opened the reasoning; None leaves reasoning in the content.
 
-        calls: format of calls; None leaves them in the content. table: tags that are single tokens. make_id: see
-        `Calls`.
+        calls: None leaves calls in the content. table: tags that are single tokens. make_id: see `Calls`.
         """
         self._opened, self._format = opened, calls
         self._calls = None if calls is None else Calls(calls, self._report, make_id)
@@ -50,20 +50,43 @@ class AnswerParser:
         again = "" if self._begin == THINK else self._begin
         self._in_reasoning = Search(filter(None, (self._end, *start_tags)))
         self._in_content = Search(filter(None, (again, self._end, *start_tags)))
-        self._read = self._answer()
+        self._parse = self._answer()
+        self._arguments: str | None = None
+        """Arguments of the last call so far; None without calls."""
+
+    def read(self, completion: CompletionOutput) -> list[Event]:
+        """Return the events of the next output, a delta or the whole answer. The last event of all is `End`.
+
+        A stop string that is not a tag truncates a call, as a token limit does. The finish reason of a truncated call
+        is not "tool_calls".
+        """
+        events = self.feed(completion.text, completion.tags)
+        reason, stop = completion.finish_reason, completion.stop_reason
+        cuts = isinstance(stop, str) and not stop.lstrip().startswith("<")
+        if reason is not None:
+            events += self.finish(cut=reason != "stop" or cuts)
+        for event in events:
+            if isinstance(event, ToolCall):
+                self._arguments = ""
+            elif isinstance(event, Arguments):
+                self._arguments = (self._arguments or "") + event.text
+        if reason is not None:
+            called = self._arguments is not None and (not cuts or is_complete(self._arguments))
+            events.append(End("tool_calls" if reason == "stop" and called else reason, stop))
+        return events
 
     def feed(self, text: str, tags: Sequence[TextTag] = ()) -> list[Event]:
         """Parse the next text, with the positions of its tags. Returns the events that later text can't change."""
         marked = self._table.mark(text, tags)
         for at in range(0, len(marked), _LONGEST_PIECE):
             self._source.text += marked[at : at + _LONGEST_PIECE]
-            next(self._read, None)
+            next(self._parse, None)
         return self._taken()
 
     def finish(self, *, cut: bool = False) -> list[Event]:
         """End the text and return the remaining events. cut: whether the text was truncated by a limit."""
         self._source.final, self._source.cut = True, cut
-        for _ in self._read:
+        for _ in self._parse:
             raise AssertionError("a parser waits for text after the end")
         if not self._after_call:
             self._say("", whole=True)

@@ -7,12 +7,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
-from bateleur.runner.outputs import CompletionOutput
 from bateleur.runner.sampling_params import SamplingParams
 from bateleur.runner.serve.openai.requests import ChatRequest
 from bateleur.runner.serve.openai.tools import NamedTool, arguments_of, is_strict
 from bateleur.runner.serve.parsers.answer import AnswerParser
-from bateleur.runner.serve.parsers.events import Arguments, End, Event, ToolCall
 from bateleur.runner.serve.parsers.json_calls import ListedCalls, NamedCall
 from bateleur.runner.serve.parsers.options import (
     AUTO,
@@ -25,7 +23,6 @@ from bateleur.runner.serve.parsers.options import (
 )
 from bateleur.runner.serve.parsers.source import THINK, THINK_END, TagTable
 from bateleur.runner.serve.parsers.tool_format import Function, ToolFormat
-from bateleur.runner.serve.parsers.values import is_complete
 from bateleur.runner.structured import formats
 from bateleur.runner.structured.formats import Format
 from bateleur.runner.structured_outputs import StructuredOutputsParams
@@ -39,44 +36,14 @@ _SPACE = formats.pattern(r"[ \t\r\n]{0,8}")
 """White space after the reasoning. Without a limit, a weak model may write nothing else."""
 
 
-class AnswerReader:
-    """Converts outputs of one continuation (one of `n`), deltas or a complete one, to events."""
-
-    def __init__(self, parser: AnswerParser) -> None:
-        self._parser = parser
-        self._arguments: str | None = None
-        """Arguments of the last call so far; None without calls."""
-
-    def read(self, completion: CompletionOutput) -> list[Event]:
-        """Return the events of the next output. The last event of all is `End`.
-
-        A stop string that is not a tag truncates a call, as a token limit does. The finish reason of a truncated call
-        is not "tool_calls".
-        """
-        events = self._parser.feed(completion.text, completion.tags)
-        reason, stop = completion.finish_reason, completion.stop_reason
-        cuts = isinstance(stop, str) and not stop.lstrip().startswith("<")
-        if reason is not None:
-            events += self._parser.finish(cut=reason != "stop" or cuts)
-        for event in events:
-            if isinstance(event, ToolCall):
-                self._arguments = ""
-            elif isinstance(event, Arguments):
-                self._arguments = (self._arguments or "") + event.text
-        if reason is not None:
-            called = self._arguments is not None and (not cuts or is_complete(self._arguments))
-            events.append(End("tool_calls" if reason == "stop" and called else reason, stop))
-        return events
-
-
 @dataclass(frozen=True, slots=True)
 class PreparedChat:
-    """A chat request for the engine: its sampling parameters, and the reader of its answer."""
+    """A chat request for the engine: its sampling parameters, and the parser of its answer."""
 
     params: SamplingParams
     phase: ReasoningPhase
-    reader: Callable[[], AnswerReader]
-    """Creates the reader of one continuation (one of `n`)."""
+    reader: Callable[[], AnswerParser]
+    """Creates the parser of one continuation (one of `n`)."""
 
 
 class ChatFormat:
@@ -125,9 +92,9 @@ class ChatFormat:
             params = replace(params, structured_outputs=grammar)
         opened = None if self.reasoning_parser is None else phase == "opened"
 
-        def reader() -> AnswerReader:
+        def reader() -> AnswerParser:
             calls = None if kind is None else kind(tools, max_calls, self._table)
-            return AnswerReader(AnswerParser(opened=opened, calls=calls, table=self._table))
+            return AnswerParser(opened=opened, calls=calls, table=self._table)
 
         return PreparedChat(params, phase, reader)
 

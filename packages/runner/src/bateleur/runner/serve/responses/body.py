@@ -87,6 +87,9 @@ def chat_body(body: ResponsesBody, earlier: Sequence[Item]) -> dict[str, Any]:
     messages = messages_of([*earlier, *body.items])
     if body.instructions is not None:
         messages.insert(0, {"role": "system", "content": body.instructions})
+    form: Any = (body.text or {}).get("format")
+    if isinstance(form, Mapping) and form.get("type") == "json_schema":
+        form = {"type": "json_schema", "json_schema": {name: form[name] for name in form if name != "type"}}
     chat: dict[str, Any] = {
         **(body.model_extra or {}),
         "model": body.model,
@@ -95,7 +98,7 @@ def chat_body(body: ResponsesBody, earlier: Sequence[Item]) -> dict[str, Any]:
         "tools": [_tool(each) for each in body.tools or ()],
         "tool_choice": _tool_choice(body.tool_choice),
         "parallel_tool_calls": body.parallel_tool_calls,
-        "response_format": _format((body.text or {}).get("format")),
+        "response_format": form,
         "reasoning_effort": (body.reasoning or {}).get("effort"),
         "stream": True,
     }
@@ -178,9 +181,3 @@ def _tool_choice(choice: str | Item | None) -> Any:
             chosen = [_tool_choice(each) for each in tools if "name" in each]
             return {"type": "allowed_tools", "allowed_tools": {"mode": choice.get("mode", "auto"), "tools": chosen}}
     return "auto"  # a tool that runs on other servers
-
-
-def _format(given: Any) -> Any:
-    if not isinstance(given, Mapping) or given.get("type") != "json_schema":
-        return given
-    return {"type": "json_schema", "json_schema": {name: given[name] for name in given if name != "type"}}
