@@ -1,7 +1,5 @@
 """Endpoints about the server: models, LoRA adapters, health, version, metrics and the web page."""
 
-from __future__ import annotations
-
 import re
 from base64 import b64encode
 from datetime import UTC, datetime

@@ -1,7 +1,5 @@
 """Listening socket and TLS files. Imports are light, so that errors appear before the model is loaded."""
 
-from __future__ import annotations
-
 import socket
 import ssl
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The ASGI application with all endpoints."""
 
-from __future__ import annotations
-
 from fastapi import FastAPI
 
 from bateleur.runner.async_llm import AsyncLLM

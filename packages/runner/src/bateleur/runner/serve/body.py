@@ -1,7 +1,5 @@
 """Request bodies: limits on size and time, strict JSON, and their OpenAPI schemas."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Mapping
 from typing import Annotated, Any, TypeAlias, TypeVar

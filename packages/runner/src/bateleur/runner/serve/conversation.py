@@ -1,7 +1,5 @@
 """Answers to conversations as events, for chat completions, responses and messages."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace

@@ -1,7 +1,5 @@
 """Errors as HTTP statuses and bodies in OpenAI's and Anthropic's formats."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Reading and writing of JSON."""
 
-from __future__ import annotations
-
 import json
 from typing import Any, NoReturn
 

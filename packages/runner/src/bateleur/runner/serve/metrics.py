@@ -1,15 +1,12 @@
 """Prometheus metrics: vLLM's names with the prefix `bateleur:`, and counters of CUDA graphs."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
 from bateleur.runner.stats import EngineStats
-
-if TYPE_CHECKING:
-    from prometheus_client.core import Metric
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 HELP = {
@@ -27,8 +24,6 @@ HELP = {
 
 def render(stats: EngineStats, model_name: str, queued: int = 0) -> bytes:
     """Return the text of `/metrics`. queued: requests that have not reached the engine yet."""
-    from prometheus_client import CollectorRegistry, generate_latest
-
     registry = CollectorRegistry(auto_describe=False)
     registry.register(_Collector(stats, model_name, queued))
     return generate_latest(registry)
@@ -41,8 +36,6 @@ class _Collector:
     queued: int
 
     def collect(self) -> Iterator[Metric]:
-        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
-
         for name, text, number in _gauges(self.stats, self.queued):
             gauge = GaugeMetricFamily(f"bateleur:{name}", text, labels=["model_name"])
             gauge.add_metric([self.model_name], number)

@@ -1,7 +1,5 @@
 """Middleware: API keys, CORS, and rejection of requests while the server stops."""
 
-from __future__ import annotations
-
 from hmac import compare_digest
 from typing import Protocol
 

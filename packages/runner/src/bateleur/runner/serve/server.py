@@ -1,7 +1,5 @@
 """The server process: signals, shutdown, and connections with timeouts."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import signal

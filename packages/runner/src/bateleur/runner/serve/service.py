@@ -1,7 +1,5 @@
 """State and methods that all endpoints share: the engine, model names, and submission of requests."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Awaitable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Streaming replies as server-sent events."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any

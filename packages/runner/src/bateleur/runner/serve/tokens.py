@@ -1,7 +1,5 @@
 """`/tokenize`, `/detokenize` and `/tokenizer_info`: conversion between text and token ids."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Constructors for the formats of structural tags. `structural_tag` defines what each format accepts."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 

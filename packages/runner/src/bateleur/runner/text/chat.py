@@ -1,7 +1,5 @@
 """Renders a conversation as a prompt, by the chat template of the checkpoint."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress

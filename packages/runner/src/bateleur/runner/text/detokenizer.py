@@ -1,7 +1,5 @@
 """Incremental detokenization. It holds back incomplete characters and the possible start of a stop string."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from io import StringIO
 

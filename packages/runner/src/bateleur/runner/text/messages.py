@@ -1,7 +1,5 @@
 """Checks messages and tools of a conversation, and converts them to the form that chat templates read."""
 
-from __future__ import annotations
-
 import json
 import logging
 import re

@@ -1,7 +1,5 @@
 """Runs chat templates (Jinja programs) in a sandbox, with transformers' environment and plain data only."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime

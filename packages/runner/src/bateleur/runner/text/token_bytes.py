@@ -1,7 +1,5 @@
 """Text and bytes of single tokens."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Sequence

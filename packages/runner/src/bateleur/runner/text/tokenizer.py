@@ -1,7 +1,5 @@
 """The interface of tokenizers, and token ids of tags and bad words."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from typing import Any, Protocol

@@ -1,7 +1,5 @@
 """Fields of request bodies: known, ignored and rejected ones, and the checks of their values."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ token_ids: tokens of a reply or chunk. logprobs: for each token, the log probabi
 own. num_top: number of most likely tokens to report, -1 for all. as_ids: write tokens as token_id:ID.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -26,6 +24,35 @@ def error_body(
 def reply_head(reply_id: str, kind: str, model: str) -> dict[str, Any]:
     """Return the first fields of a reply, or of every chunk. kind: value of `object`."""
     return {"id": reply_id, "object": kind, "created": int(time.time()), "model": model}
+
+
+class Usage:
+    """Counts the tokens of one reply from its outputs. num_reasoning: tokens of reasoning; None if it is no chat."""
+
+    def __init__(self, num_reasoning: int | None = None) -> None:
+        self.num_reasoning = num_reasoning
+        self._prompts: dict[str, tuple[int, int]] = {}
+        self._written = 0
+
+    def count(self, output: RequestOutput, *, only_prompt: bool = False) -> None:
+        """Add an output. only_prompt: do not count its completion tokens."""
+        self._prompts[output.request_id] = len(output.prompt_token_ids), output.num_cached_tokens
+        if not only_prompt:
+            self._written += sum(len(each.token_ids) for each in output.outputs)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return `usage` of a reply. `cached_tokens` are prompt tokens found in the prefix cache."""
+        read = sum(length for length, _ in self._prompts.values())
+        cached = sum(cached for _, cached in self._prompts.values())
+        fields: dict[str, Any] = {
+            "prompt_tokens": read,
+            "completion_tokens": self._written,
+            "total_tokens": read + self._written,
+            "prompt_tokens_details": {"cached_tokens": cached},
+        }
+        if self.num_reasoning is not None:
+            fields["completion_tokens_details"] = {"reasoning_tokens": self.num_reasoning}
+        return fields
 
 
 def completion_reply(
@@ -194,35 +221,6 @@ def prompt_fields(
     if logprobs and output.prompt_logprobs is not None:
         fields["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs)
     return fields
-
-
-class Usage:
-    """Counts the tokens of one reply from its outputs. num_reasoning: tokens of reasoning; None if it is no chat."""
-
-    def __init__(self, num_reasoning: int | None = None) -> None:
-        self.num_reasoning = num_reasoning
-        self._prompts: dict[str, tuple[int, int]] = {}
-        self._written = 0
-
-    def count(self, output: RequestOutput, *, only_prompt: bool = False) -> None:
-        """Add an output. only_prompt: do not count its completion tokens."""
-        self._prompts[output.request_id] = len(output.prompt_token_ids), output.num_cached_tokens
-        if not only_prompt:
-            self._written += sum(len(each.token_ids) for each in output.outputs)
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return `usage` of a reply. `cached_tokens` are prompt tokens found in the prefix cache."""
-        read = sum(length for length, _ in self._prompts.values())
-        cached = sum(cached for _, cached in self._prompts.values())
-        fields: dict[str, Any] = {
-            "prompt_tokens": read,
-            "completion_tokens": self._written,
-            "total_tokens": read + self._written,
-            "prompt_tokens_details": {"cached_tokens": cached},
-        }
-        if self.num_reasoning is not None:
-            fields["completion_tokens_details"] = {"reasoning_tokens": self.num_reasoning}
-        return fields
 
 
 def completion_logprobs(

@@ -4,8 +4,6 @@ Fields are OpenAI's, those of `SamplingParams`, and vLLM's `priority`, `request_
 value raises ValueError that begins with the name of the field.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, TypeAlias

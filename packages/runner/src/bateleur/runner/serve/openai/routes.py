@@ -1,7 +1,5 @@
 """`/v1/completions`, `/v1/chat/completions`, and SageMaker's `/invocations`, which accepts both bodies."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any

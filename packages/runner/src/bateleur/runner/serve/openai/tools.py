@@ -1,7 +1,5 @@
 """Parsing of `tools` and `tool_choice`. Tools often use Python's names of JSON Schema types."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

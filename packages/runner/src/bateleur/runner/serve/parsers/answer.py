@@ -1,7 +1,5 @@
 """Parser of one answer: reasoning first, then content and tool calls."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 from bateleur.runner.outputs import CompletionOutput, TextTag

@@ -1,7 +1,5 @@
 """Output format of a model: parameters and grammars of requests, and parsing of reasoning and tool calls."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace

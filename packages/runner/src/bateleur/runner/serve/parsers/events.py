@@ -1,7 +1,5 @@
 """Events: the parts of an answer, in order. Joined, the events of a stream equal those of the whole answer."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias

@@ -10,8 +10,6 @@ Models omit tags, repeat them, add spaces to them, and write values that contain
 value only before another parameter, more end tags, another call, or the end of the text.
 """
 
-from __future__ import annotations
-
 import re
 from typing import Literal
 
@@ -27,6 +25,51 @@ _END_PARAMETER = r"<\s{0,4}/\s{0,4}parameter\s{0,4}>"
 _LONGEST = 240
 """Maximum characters of a tag."""
 _REPEATED_END = re.compile(rf"(\s*{_END_PARAMETER})+\s*$")
+
+
+class _Value:
+    """The value of one parameter. Strings are written incrementally."""
+
+    def __init__(self, writer: ArgumentsWriter, key: str, *, own_line: bool) -> None:
+        """own_line: whether the value starts on its own line; its end tag is then expected on its own line."""
+        self._writer, self._key, self.own_line = writer, key, own_line
+        self._is_text = (writer.types(key) or {"string"}) == {"string"}
+        self._parts: list[str] = []
+        self.empty = self.blank = True
+        self.holds_call = False
+        writer.key(key)
+        if self._is_text:
+            writer.write('"')
+
+    def may_precede(self, key: str) -> bool:
+        """Return whether a parameter with this name may follow although the value has no end tag."""
+        known = self._writer.properties
+        return not self.holds_call and key not in self._writer.keys and (key in known or not known)
+
+    def is_complete(self, text: str) -> bool:
+        """Return whether this text completes the value; False for strings, which have no end of their own."""
+        return not self._is_text and is_complete("".join(self._parts) + text)
+
+    def add(self, text: str) -> None:
+        self.empty = self.empty and not text
+        self.blank = self.blank and not text.strip()
+        if self._is_text:
+            self._writer.text(text)
+        else:
+            self._parts.append(text)
+
+    def cut(self, text: str) -> None:
+        """End a truncated value. Newlines at its end are dropped, because they may belong to an incomplete end tag."""
+        self.add(text.removesuffix("\n").removesuffix("\n"))
+
+    def end(self, text: str, *, lacks_tag: bool = False) -> None:
+        """End the value, without the newline before its end tag, or two newlines if the tag is missing."""
+        self.add(text.removesuffix("\n").removesuffix("\n" if lacks_tag else ""))
+        if self._is_text:
+            self._writer.write('"')
+        else:
+            text = _REPEATED_END.sub("", "".join(self._parts))
+            self._writer.write(as_json(text, self._writer.types(self._key) or frozenset(("string",))))
 
 
 class FunctionParser:
@@ -206,51 +249,6 @@ class FunctionParser:
                     return ends, following
             else:
                 yield
-
-
-class _Value:
-    """The value of one parameter. Strings are written incrementally."""
-
-    def __init__(self, writer: ArgumentsWriter, key: str, *, own_line: bool) -> None:
-        """own_line: whether the value starts on its own line; its end tag is then expected on its own line."""
-        self._writer, self._key, self.own_line = writer, key, own_line
-        self._is_text = (writer.types(key) or {"string"}) == {"string"}
-        self._parts: list[str] = []
-        self.empty = self.blank = True
-        self.holds_call = False
-        writer.key(key)
-        if self._is_text:
-            writer.write('"')
-
-    def may_precede(self, key: str) -> bool:
-        """Return whether a parameter with this name may follow although the value has no end tag."""
-        known = self._writer.properties
-        return not self.holds_call and key not in self._writer.keys and (key in known or not known)
-
-    def is_complete(self, text: str) -> bool:
-        """Return whether this text completes the value; False for strings, which have no end of their own."""
-        return not self._is_text and is_complete("".join(self._parts) + text)
-
-    def add(self, text: str) -> None:
-        self.empty = self.empty and not text
-        self.blank = self.blank and not text.strip()
-        if self._is_text:
-            self._writer.text(text)
-        else:
-            self._parts.append(text)
-
-    def cut(self, text: str) -> None:
-        """End a truncated value. Newlines at its end are dropped, because they may belong to an incomplete end tag."""
-        self.add(text.removesuffix("\n").removesuffix("\n"))
-
-    def end(self, text: str, *, lacks_tag: bool = False) -> None:
-        """End the value, without the newline before its end tag, or two newlines if the tag is missing."""
-        self.add(text.removesuffix("\n").removesuffix("\n" if lacks_tag else ""))
-        if self._is_text:
-            self._writer.write('"')
-        else:
-            text = _REPEATED_END.sub("", "".join(self._parts))
-            self._writer.write(as_json(text, self._writer.types(self._key) or frozenset(("string",))))
 
 
 def _name(tag: str) -> str:

@@ -7,8 +7,6 @@
 Hermes models, Qwen 2.5 and 3, Granite 4 and Falcon-H1 write JSON.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import ClassVar
 

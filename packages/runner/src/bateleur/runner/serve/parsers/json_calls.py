@@ -3,8 +3,6 @@
 Llama 3 writes them without tags. `NamedCall` and `ListedCalls` parse answers to a forced tool_choice.
 """
 
-from __future__ import annotations
-
 import re
 from typing import NamedTuple
 

@@ -4,8 +4,6 @@
 <|tool_call_end|><|tool_calls_section_end|>
 """
 
-from __future__ import annotations
-
 import re
 
 from bateleur.runner.serve.parsers.json_calls import read_object

@@ -1,7 +1,5 @@
 """Parsers for calls in Python's notation, as LFM2 and OLMo 3 write them: [weather(city="Oslo", days=3), time()]."""
 
-from __future__ import annotations
-
 import re
 
 from bateleur.runner.serve.parsers.json_calls import MAY_KEYWORD, read_calls, read_value, skip_end_tags

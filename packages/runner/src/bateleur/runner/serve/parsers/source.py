@@ -4,8 +4,6 @@ Parsers are generators that yield when they need more text, and return their res
 `Source.text`, valid until text is consumed.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from typing import TypeAlias, TypeVar

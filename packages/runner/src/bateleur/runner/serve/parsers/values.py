@@ -1,7 +1,5 @@
 """Conversion of values in JSON, Python or bare text to JSON with the types of a schema."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """The body of `/v1/responses`, and its conversion to a body of chat completions."""
 
-from __future__ import annotations
-
 import json
 import logging
 from collections.abc import Mapping, Sequence

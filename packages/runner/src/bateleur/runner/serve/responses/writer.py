@@ -1,7 +1,5 @@
 """Conversion of answer events to output items and stream events of the Responses API."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Iterator, Sequence
