@@ -51,11 +51,8 @@ def _no_number(name: str) -> None:
     raise ValueError(f"{name} is no number in JSON")
 
 
-_TEXTS = Several(text, "a list of strings that are not empty")
-
-
 def _choice(name: str, value: Any) -> tuple[str, ...]:
-    choices = _TEXTS(name, value)
+    choices = Several(text, "a list of strings that are not empty")(name, value)
     if not 0 < len(choices) <= MAX_CHOICES:
         raise ValueError(f"{name} has {len(choices)} entries; it must have 1 to {MAX_CHOICES}")
     if (size := sum(len(each.encode()) for each in choices)) > MAX_BYTES:

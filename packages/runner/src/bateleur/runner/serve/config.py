@@ -131,15 +131,11 @@ def served_engine(options: Mapping[str, Any]) -> dict[str, Any]:
     return engine | {"draft": None if engine["draft"] == "none" else engine["draft"]}
 
 
-SHIPPED = "bateleur"
-"""Name of the model in the package."""
-
-
 def served_names(model: Path | None, given: Sequence[str] = ()) -> tuple[str, ...]:
     """Return the names of a model in requests: `given`, or else its folder's name and path. Replies have the first."""
     if given:
         return tuple(given)
-    return (SHIPPED,) if model is None else (model.resolve().name, str(model))
+    return ("bateleur",) if model is None else (model.resolve().name, str(model))
 
 
 def require_served(name: str | None, names: Sequence[str]) -> None:

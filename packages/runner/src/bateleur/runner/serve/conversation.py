@@ -1,13 +1,21 @@
-"""Answers to conversations as events, for chat completions, responses and messages."""
+"""Answers to conversations as events, for chat completions, responses and messages, with a thinking budget."""
 
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 
 from fastapi import Request
 
-from bateleur.runner.outputs import CompletionOutput, RequestOutput
+from bateleur.runner.engine.input_processor import wrapped_seed
+from bateleur.runner.engine_thread import OutputReader
+from bateleur.runner.outputs import CompletionOutput, Logprob, RequestOutput, TextTag
+from bateleur.runner.sampling_params import SamplingParams
 from bateleur.runner.serve.errors import http_errors
 from bateleur.runner.serve.openai.replies import Usage
 from bateleur.runner.serve.openai.requests import ChatRequest
@@ -15,9 +23,13 @@ from bateleur.runner.serve.openai.tools import is_strict
 from bateleur.runner.serve.parsers.answer import AnswerParser
 from bateleur.runner.serve.parsers.chat_format import PreparedChat, with_options
 from bateleur.runner.serve.parsers.events import Content, Event, Reasoning, ToolCall
+from bateleur.runner.serve.parsers.source import THINK_END
 from bateleur.runner.serve.service import Service, merge_outputs
-from bateleur.runner.serve.thinking_budget import ThinkingBudget
 from bateleur.runner.text.chat import ChatPrompt
+from bateleur.runner.utils.arguments import refuse
+from bateleur.runner.utils.log_once import log_once
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,3 +129,192 @@ async def answer(service: Service, parsed: ChatRequest, reply_id: str) -> Answer
     parsed = replace(parsed, params=prepared.params)
     reader = await service.submit([prompt], parsed, reply_id)
     return Answer(service, parsed, prepared, service.outputs(reader))
+
+
+@dataclass(frozen=True, slots=True)
+class ThinkingBudget:
+    """A request with a limit on its reasoning tokens, which writes the end tag for the model.
+
+    For each continuation, the engine runs one request for the reasoning and one for the answer. If the prompt does not
+    open the reasoning, a request of one token shows whether the model does. Sampling depends on the seed and the
+    position, so an unused budget changes no token of a seeded request.
+    """
+
+    service: Service
+    parsed: ChatRequest
+    prompt: ChatPrompt
+    params: SamplingParams
+    budget: int
+    opened: bool
+    begin: int | None
+    end: int
+    """Ids of the tokens that begin and end the reasoning."""
+
+    @classmethod
+    def of(
+        cls, service: Service, parsed: ChatRequest, prompt: ChatPrompt, prepared: PreparedChat
+    ) -> ThinkingBudget | None:
+        """Create a budget; None if the request sets none or can't reason, or if max_tokens is at most the budget."""
+        budget, params, opened = parsed.thinking_token_budget, prepared.params, prepared.phase == "opened"
+        if budget is None or prepared.phase == "none":
+            return None
+        if (end := service.chat_format.reasoning_end_id) is None:
+            reason = f"{THINK_END} is not a single token of this model"
+            if opened:
+                refuse("thinking_token_budget", budget, f"absent: {reason}")
+            log_once(_log, f"thinking_token_budget is ignored: {reason}")
+            return None
+        service.check_counts(1, params)
+        if params.truncate_prompt_tokens is None:
+            left = max(1, service.llm.llm.limits.max_model_len - len(prompt["prompt_token_ids"]))
+            params = replace(params, max_tokens=min(left, params.max_tokens or left))
+        if params.max_tokens is not None and params.max_tokens <= budget + (not opened):
+            return None
+        if params.seed is None:  # the first token may be sampled twice
+            params = replace(params, seed=secrets.randbits(63))
+        return cls(service, parsed, prompt, params, budget, opened, service.chat_format.reasoning_begin_id, end)
+
+    async def submit(self, reply_id: str) -> AsyncGenerator[RequestOutput, None]:
+        """Submit all continuations. Returns their outputs, as those of one request."""
+        assert self.params.seed is not None, "`of` sets it"
+        one = replace(self, parsed=replace(self.parsed, params=replace(self.parsed.params, n=1)))
+        readers: list[OutputReader] = []
+        outputs = []
+        try:
+            for i in range(self.params.n):
+                params = replace(self.params, n=1, seed=wrapped_seed(self.params.seed + i))
+                choice, name = replace(one, params=params), f"{reply_id}-{i}" if i else reply_id
+                readers.append(await choice._begin(name))
+                outputs.append(choice._outputs(readers[-1], name))
+        except BaseException:
+            for reader in readers:
+                self.service.llm.abort_unfinished(reader)
+            raise
+        return _as_continuations(outputs, f"{reply_id}-0")
+
+    async def _begin(self, reply_id: str) -> OutputReader:
+        """Submit the reasoning, or one token if the prompt has not opened the reasoning: it may be the begin tag."""
+        if self.opened:
+            return await self._submit_reasoning(self.prompt, reply_id)
+        params = replace(self.params, max_tokens=1, min_tokens=min(1, self.params.min_tokens))
+        return await self._submit(self.prompt, params, reply_id)
+
+    async def _outputs(self, reader: OutputReader, reply_id: str) -> AsyncGenerator[RequestOutput, None]:
+        """Yield the outputs of reasoning and answer as those of one request."""
+        written: list[int] = []
+        answer_follows, first, bounded = False, None, True
+        if not self.opened:
+            first = await merge_outputs(self.service.outputs(reader))
+            (completion,) = first.outputs
+            if completion.finish_reason == "abort":
+                yield first
+                return
+            if bounded := completion.token_ids == [self.begin] and completion.finish_reason == "length":
+                written, completion.finish_reason, first.finished = [*completion.token_ids], None, False
+                yield first
+                reader = await self._submit_reasoning(_extended_prompt(first, written), reply_id)
+            else:
+                reader = await self._submit(self.prompt, self.params, reply_id)
+        async with aclosing(self.service.outputs(reader)) as reports:
+            async for output in reports:
+                if not bounded:  # an answer without reasoning
+                    yield output
+                    continue
+                (completion,) = output.outputs
+                if not self.budget and completion.token_ids != [self.end]:
+                    completion = output.outputs[0] = _without_tokens(completion)
+                written += completion.token_ids
+                if answer_follows := output.finished and self._answer_follows(completion, written):
+                    self._close(completion, written)
+                    output.finished = False
+                first = first or output
+                yield _as_one_request(output, first)
+        if not answer_follows:
+            return
+        assert first is not None
+        prompt = _extended_prompt(first, written)
+        params, max_tokens = self.service.chat_format.prepare(self.parsed, prompt).params, self.params.max_tokens
+        left = None if max_tokens is None else max_tokens - len(written)
+        least = max(0, self.params.min_tokens - len(written))
+        params = replace(params, seed=self.params.seed, max_tokens=left, min_tokens=least)
+        answer_reader = await self._submit(prompt, _without_prompt(params), reply_id)
+        async with aclosing(self.service.outputs(answer_reader)) as reports:
+            async for output in reports:
+                yield _as_one_request(output, first)
+
+    async def _submit_reasoning(self, prompt: ChatPrompt, reply_id: str) -> OutputReader:
+        stop = (*self.params.stop_token_ids, self.end)
+        params = replace(self.params, max_tokens=max(1, self.budget), min_tokens=0, stop_token_ids=stop)
+        if not self.opened:
+            grammar = self.service.chat_format.prepare(self.parsed, prompt).params.structured_outputs
+            params = replace(_without_prompt(params), structured_outputs=grammar)
+        return await self._submit(prompt, params, reply_id)
+
+    async def _submit(self, prompt: ChatPrompt, params: SamplingParams, reply_id: str) -> OutputReader:
+        return await self.service.submit([prompt], replace(self.parsed, params=params, stream=True), reply_id)
+
+    def _answer_follows(self, completion: CompletionOutput, written: list[int]) -> bool:
+        """Return whether only the reasoning ended (end tag or budget), and max_tokens leaves room for an answer."""
+        room = self.params.max_tokens is None or len(written) + 1 < self.params.max_tokens
+        ended = completion.finish_reason == "stop" and written[-1:] == [self.end]
+        return room and (ended or completion.finish_reason == "length")
+
+    def _close(self, completion: CompletionOutput, written: list[int]) -> None:
+        """End the reasoning with this output: keep the model's end tag, or append one to `completion` and `written`."""
+        if written[-1:] != [self.end]:
+            written.append(self.end)
+            completion.token_ids.append(self.end)
+            completion.drafted.append(False)
+            if completion.logprobs is not None:
+                completion.logprobs.append({self.end: Logprob(0.0, 1, THINK_END, THINK_END.encode())})
+        special = self.end in self.service.chat_format.special_ids and self.params.skip_special_tokens
+        text, at = "" if special else THINK_END, len(completion.text)
+        completion.text += text
+        completion.tags.append(TextTag(at, at + len(text), self.end))
+        completion.finish_reason = completion.stop_reason = None
+
+
+async def _as_continuations(
+    outputs: Sequence[AsyncGenerator[RequestOutput, None]], request_id: str
+) -> AsyncGenerator[RequestOutput, None]:
+    """Yield the outputs of several requests as they come, renumbered as continuations of one request."""
+    awaited = {asyncio.ensure_future(anext(each)): i for i, each in enumerate(outputs)}
+    try:
+        while awaited:
+            done, _ = await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                i = awaited.pop(task)
+                with suppress(StopAsyncIteration):
+                    output = task.result()
+                    output.request_id, output.outputs[0].index = request_id, i
+                    yield output
+                    awaited[asyncio.ensure_future(anext(outputs[i]))] = i
+    finally:
+        for task in awaited:
+            task.cancel()
+        await asyncio.gather(*awaited, return_exceptions=True)
+        for each in outputs:
+            await each.aclose()
+
+
+def _extended_prompt(first: RequestOutput, written: list[int]) -> ChatPrompt:
+    return ChatPrompt(prompt=first.prompt or "", prompt_token_ids=[*first.prompt_token_ids, *written])
+
+
+def _without_prompt(params: SamplingParams) -> SamplingParams:
+    """Return parameters that neither truncate nor report the prompt again."""
+    return replace(params, truncate_prompt_tokens=None, prompt_logprobs=None)
+
+
+def _without_tokens(completion: CompletionOutput) -> CompletionOutput:
+    """Return the completion without tokens, with finish reason `length`."""
+    logprobs = None if completion.logprobs is None else completion.logprobs[:0]
+    return replace(completion, text="", token_ids=[], logprobs=logprobs, drafted=[], tags=[], finish_reason="length")
+
+
+def _as_one_request(output: RequestOutput, first: RequestOutput) -> RequestOutput:
+    """Set the prompt fields and start times of `output` to those of the first output."""
+    for name in ("prompt", "prompt_token_ids", "num_cached_tokens", "prompt_logprobs"):
+        setattr(output, name, getattr(first, name))
+    output.metrics = replace(first.metrics, last_token_time=output.metrics.last_token_time)
+    return output

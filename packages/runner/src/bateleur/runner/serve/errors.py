@@ -38,14 +38,7 @@ def http_error(
     return HTTPException(status, error_body(message, kind=kind, param=param, code=code), headers)
 
 
-_ANTHROPIC_KINDS = {
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    413: "request_too_large",
-    429: "rate_limit_error",
-    503: "overloaded_error",
-}
+_ANTHROPIC_KINDS = _KINDS | {403: "permission_error", 413: "request_too_large", 503: "overloaded_error"}
 
 
 @contextmanager

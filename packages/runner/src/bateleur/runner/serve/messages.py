@@ -1,7 +1,5 @@
 """`/v1/messages` and `/v1/messages/count_tokens`: Anthropic's Messages API, by conversion to chat completions."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import aclosing, suppress
@@ -146,72 +144,6 @@ def _choice(choice: Block) -> dict[str, Any]:
     return {"tool_choice": chosen, **({"parallel_tool_calls": not parallel} if parallel is not None else {})}
 
 
-def router(service: Service) -> APIRouter:
-    """Create the routes of the Messages API."""
-    routes = APIRouter()
-
-    @routes.post("/v1/messages", openapi_extra=openapi_model(MessagesBody))
-    async def create(request: Request) -> Response:
-        """Answer a conversation in Anthropic's format."""
-        parsed = await _read(service, request, MessagesBody)
-        message_id = f"msg_{uuid4().hex}"
-        answered = await answer(service, parsed, message_id)
-        writer = _MessageWriter(message_id, service.reply_model(parsed.model))
-        if parsed.stream:
-            return EventStream(_events(answered, writer), named=True)
-        (report,) = await answered.whole(request)
-        for _ in writer.write(report.events):
-            pass
-        return JSONText(writer.message | {"usage": _usage(answered)})
-
-    @routes.post("/v1/messages/count_tokens", openapi_extra=openapi_model(CountTokensBody))
-    async def count(request: Request) -> Response:
-        """Count the tokens of a conversation."""
-        _, prompt = await render_prompt(service, await _read(service, request, CountTokensBody))
-        return JSONText({"input_tokens": len(prompt["prompt_token_ids"])})
-
-    return routes
-
-
-async def _read(service: Service, request: Request, model: type[CountTokensBody]) -> ChatRequest:
-    body = await read_model(request, service.config, model)
-    if isinstance(body, MessagesBody) and body.thread is not None:
-        message = "thread must be absent: this server stores no conversations; send all messages"
-        raise http_error(400, message, param="thread", code="thread_unsupported_request")
-    with http_errors(NAMES):
-        return chat_request(chat_body(body), service.defaults, strict=service.config.strict_fields, names=NAMES)
-
-
-async def _events(answered: Answer, writer: _MessageWriter) -> AsyncGenerator[dict[str, Any], None]:
-    begun = False
-    try:
-        with http_errors():
-            async with aclosing(answered.reports()) as reports:
-                async for report in reports:
-                    if not begun:
-                        begun = True
-                        for event in writer.begin(_usage(answered)):
-                            yield event
-                    for event in writer.write(report.events):
-                        yield event
-        for event in writer.end(_usage(answered)):
-            yield event
-    except HTTPException as error:
-        yield anthropic_error(error)
-
-
-def _usage(answered: Answer) -> Block:
-    """Return Anthropic's `usage`. `input_tokens` excludes prefix cache hits."""
-    usage = answered.usage.as_dict()
-    cached = usage["prompt_tokens_details"]["cached_tokens"]
-    return {
-        "input_tokens": usage["prompt_tokens"] - cached,
-        "cache_creation_input_tokens": 0,
-        "cache_read_input_tokens": cached,
-        "output_tokens": usage["completion_tokens"],
-    }
-
-
 class _MessageWriter:
     """Builds a message from the events of an answer, and yields stream events for every change."""
 
@@ -288,3 +220,69 @@ class _MessageWriter:
     @property
     def _index(self) -> int:
         return len(self.message["content"]) - 1
+
+
+def router(service: Service) -> APIRouter:
+    """Create the routes of the Messages API."""
+    routes = APIRouter()
+
+    @routes.post("/v1/messages", openapi_extra=openapi_model(MessagesBody))
+    async def create(request: Request) -> Response:
+        """Answer a conversation in Anthropic's format."""
+        parsed = await _read(service, request, MessagesBody)
+        message_id = f"msg_{uuid4().hex}"
+        answered = await answer(service, parsed, message_id)
+        writer = _MessageWriter(message_id, service.reply_model(parsed.model))
+        if parsed.stream:
+            return EventStream(_events(answered, writer), named=True)
+        (report,) = await answered.whole(request)
+        for _ in writer.write(report.events):
+            pass
+        return JSONText(writer.message | {"usage": _usage(answered)})
+
+    @routes.post("/v1/messages/count_tokens", openapi_extra=openapi_model(CountTokensBody))
+    async def count(request: Request) -> Response:
+        """Count the tokens of a conversation."""
+        _, prompt = await render_prompt(service, await _read(service, request, CountTokensBody))
+        return JSONText({"input_tokens": len(prompt["prompt_token_ids"])})
+
+    return routes
+
+
+async def _read(service: Service, request: Request, model: type[CountTokensBody]) -> ChatRequest:
+    body = await read_model(request, service.config, model)
+    if isinstance(body, MessagesBody) and body.thread is not None:
+        message = "thread must be absent: this server stores no conversations; send all messages"
+        raise http_error(400, message, param="thread", code="thread_unsupported_request")
+    with http_errors(NAMES):
+        return chat_request(chat_body(body), service.defaults, strict=service.config.strict_fields, names=NAMES)
+
+
+async def _events(answered: Answer, writer: _MessageWriter) -> AsyncGenerator[dict[str, Any], None]:
+    begun = False
+    try:
+        with http_errors():
+            async with aclosing(answered.reports()) as reports:
+                async for report in reports:
+                    if not begun:
+                        begun = True
+                        for event in writer.begin(_usage(answered)):
+                            yield event
+                    for event in writer.write(report.events):
+                        yield event
+        for event in writer.end(_usage(answered)):
+            yield event
+    except HTTPException as error:
+        yield anthropic_error(error)
+
+
+def _usage(answered: Answer) -> Block:
+    """Return Anthropic's `usage`. `input_tokens` excludes prefix cache hits."""
+    usage = answered.usage.as_dict()
+    cached = usage["prompt_tokens_details"]["cached_tokens"]
+    return {
+        "input_tokens": usage["prompt_tokens"] - cached,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": cached,
+        "output_tokens": usage["completion_tokens"],
+    }

@@ -13,11 +13,9 @@ from bateleur.runner.serve.json_text import dumps
 from bateleur.runner.serve.openai.replies import Usage
 from bateleur.runner.serve.openai.requests import APIRequest
 
-DONE = b"data: [DONE]\n\n"
-
 
 class EventStream(StreamingResponse):
-    """Streaming response. named: write the type of each event before it, without `DONE` at the end."""
+    """Streaming response. named: write the type of each event before it, without [DONE] at the end."""
 
     media_type = "text/event-stream"
 
@@ -42,14 +40,14 @@ def error_event(error: HTTPException, path: str) -> bytes:
 
 
 async def _encode(events: AsyncGenerator[dict[str, Any], None], named: bool) -> AsyncGenerator[bytes, None]:
-    """Encode events. The last one is an error, or `DONE` unless `named`."""
+    """Encode events. The last one is an error, or [DONE] unless `named`."""
     try:
         with http_errors():
             async for event in events:
                 name = f"event: {event['type']}\n".encode() if named else b""
                 yield name + b"data: " + dumps(event) + b"\n\n"
         if not named:
-            yield DONE
+            yield b"data: [DONE]\n\n"
     except HTTPException as error:
         yield error_event(error, "")
     finally:

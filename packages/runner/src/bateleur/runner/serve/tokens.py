@@ -15,8 +15,6 @@ from bateleur.runner.serve.parsers.chat_format import with_options
 from bateleur.runner.serve.service import Service
 from bateleur.runner.utils.arguments import Integer, Several, flag, listed, refuse, require_unicode
 
-_TOKENIZER_FIELDS = ("bos_token", "eos_token", "pad_token", "unk_token", "chat_template")
-
 
 def router(service: Service) -> APIRouter:
     """Create the routes for tokenization."""
@@ -42,7 +40,8 @@ def router(service: Service) -> APIRouter:
     async def info(request: Request) -> Response:
         llm = service.llm.llm
         facts = {"tokenizer_class": type(llm.tokenizer).__name__, "vocab_size": llm.spec.vocab_size}
-        facts |= {name: getattr(llm.tokenizer, name, None) for name in _TOKENIZER_FIELDS}
+        names = ("bos_token", "eos_token", "pad_token", "unk_token", "chat_template")
+        facts |= {name: getattr(llm.tokenizer, name, None) for name in names}
         if service.config.chat_template is not None:
             facts["chat_template"] = service.config.chat_template
         return JSONText({**facts, "model_max_length": llm.limits.max_model_len})

@@ -45,8 +45,3 @@ def listed(tags: Sequence[Format], separator: str, *, once: bool) -> Format:
 def triggered(tags: Sequence[Format], triggers: Sequence[str]) -> Format:
     """Build a format that accepts free text in which each trigger starts one of these tags."""
     return {"type": "triggered_tags", "triggers": triggers, "tags": tags}
-
-
-def up_to_tag(tags: Sequence[Format], triggers: Sequence[str], excludes: Sequence[str]) -> Format:
-    """Build a format that accepts free text without `excludes` that ends with a tag. xgrammar has no such format."""
-    return {**triggered(tags, triggers), "excludes": excludes, "last": True}

@@ -248,7 +248,7 @@ class _Compiler:
 
         calls: rules for what follows a trigger, by trigger. ends: if given, one of these texts ends the text.
         excludes: tags that the text does not have.
-        after: expression that follows a call, instead of more text. last: whether the text ends with a call.
+        after: expression that follows a call, instead of more text. last: whether the text ends with a call, which xgrammar does not have.
         """
         tags, known = (*calls, *ends, *excludes), self._tokens
         ids = known.ends | {known.tags[tag] for tag in tags if tag in known.tags}

@@ -3,7 +3,7 @@
 import json
 import re
 from collections.abc import Callable, Sequence
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 from bateleur.runner.text.tokenizer import Tokenizer, special_token_ids
@@ -22,8 +22,10 @@ class TokenText:
         self._tokenizer = tokenizer
         self._backend: Any = getattr(tokenizer, "backend_tokenizer", None)
         self._special = special_token_ids(tokenizer)
-        self._texts: dict[int, str] = {}
-        self._bytes: dict[int, bytes] = {}
+        self.text_of: Callable[[int], str] = cache(lambda token: self([token]))
+        """Returns the text of one token, special or not."""
+        self.bytes_of: Callable[[int], bytes] = cache(self._find_bytes)
+        """Returns the bytes of one token."""
 
     @cached_property
     def _bytes_of_piece(self) -> Callable[[str], bytes] | None:
@@ -37,20 +39,11 @@ class TokenText:
         """Return the text of some tokens, special ones included."""
         return self._tokenizer.decode(token_ids, skip_special_tokens=False)
 
-    def text_of(self, token: int) -> str:
-        """Return the text of one token, special or not."""
-        if token not in self._texts:
-            self._texts[token] = self([token])
-        return self._texts[token]
-
-    def bytes_of(self, token: int) -> bytes:
+    def _find_bytes(self, token: int) -> bytes:
         """Return the bytes of one token. If they can't be read from the vocabulary, encode its text."""
-        if token not in self._bytes:
-            decode = None if token in self._special else self._bytes_of_piece
-            piece = None if decode is None else self._backend.id_to_token(token)
-            text = self.text_of(token).encode("utf-8", "replace")
-            self._bytes[token] = text if decode is None or piece is None else decode(piece)
-        return self._bytes[token]
+        decode = None if token in self._special else self._bytes_of_piece
+        piece = None if decode is None else self._backend.id_to_token(token)
+        return self.text_of(token).encode("utf-8", "replace") if decode is None or piece is None else decode(piece)
 
     def name_of(self, token: int) -> str:
         """Return the text of one token, or its bytes in OpenAI's notation if it is a part of a character."""

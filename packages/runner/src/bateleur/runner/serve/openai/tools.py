@@ -33,8 +33,6 @@ class NamedTool:
 
 ToolChoice = Literal["none", "auto", "required"] | NamedTool
 """No calls; the model decides; at least one call; a call of one tool."""
-
-
 Tools: TypeAlias = Sequence[Mapping[str, Any]]
 """List of {"type": "function", "function": {"name": ..., "parameters": ...}}."""
 

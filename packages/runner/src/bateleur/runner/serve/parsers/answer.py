@@ -4,15 +4,7 @@ from collections.abc import Callable, Sequence
 
 from bateleur.runner.outputs import CompletionOutput, TextTag
 from bateleur.runner.serve.parsers.events import Arguments, Content, End, Event, Reasoning, ToolCall, merged
-from bateleur.runner.serve.parsers.source import (
-    THINK,
-    THINK_END,
-    IncrementalParse,
-    Search,
-    Source,
-    TagTable,
-    skip_space,
-)
+from bateleur.runner.serve.parsers.source import THINK, THINK_END, Parse, Search, Source, TagTable, skip_space
 from bateleur.runner.serve.parsers.tool_format import Calls, ToolFormat
 from bateleur.runner.serve.parsers.values import is_complete
 
@@ -99,7 +91,7 @@ class AnswerParser:
             self._space, self._after_call = "", True
         self._events.append(event)
 
-    def _answer(self) -> IncrementalParse[None]:
+    def _answer(self) -> Parse[None]:
         if self._opened is not None and ((yield from self._takes_begin()) or self._opened):
             yield from self._reasoning()
         if self._format is not None and self._format.BARE_STARTS:
@@ -109,12 +101,12 @@ class AnswerParser:
                 yield from self._read_calls()
         yield from self._content()
 
-    def _read_calls(self) -> IncrementalParse[bool]:
+    def _read_calls(self) -> Parse[bool]:
         assert self._format is not None
         assert self._calls is not None
         return (yield from self._format.read(self._source, self._calls))
 
-    def _takes_begin(self) -> IncrementalParse[bool]:
+    def _takes_begin(self) -> Parse[bool]:
         source = self._source
         at = yield from skip_space(source, 0)
         while not source.final and self._begin.startswith(source.text[at:]) and source.text[at:] != self._begin:
@@ -124,7 +116,7 @@ class AnswerParser:
             return True
         return False
 
-    def _reasoning(self) -> IncrementalParse[None]:
+    def _reasoning(self) -> Parse[None]:
         source = self._source
         source.take((yield from skip_space(source, 0)))
         while True:
@@ -150,7 +142,7 @@ class AnswerParser:
             else:
                 yield
 
-    def _wait_for_end(self) -> IncrementalParse[int]:
+    def _wait_for_end(self) -> Parse[int]:
         """Return the position of the end tag of the reasoning; -1 if there is none."""
         source, at = self._source, 0
         while (found := source.text.find(self._end, at)) < 0:
@@ -170,7 +162,7 @@ class AnswerParser:
             return bool(end.value)
         raise AssertionError("a parser waits for text after the end")
 
-    def _content(self) -> IncrementalParse[None]:
+    def _content(self) -> Parse[None]:
         """Parse content and calls. A further end tag of reasoning is dropped; a further begin tag starts reasoning."""
         source = self._source
         while True:

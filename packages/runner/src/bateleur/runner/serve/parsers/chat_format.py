@@ -170,10 +170,10 @@ def _calls_or_answer(
     body = formats.either(formats.listed(tags, tools.SEPARATOR, once=once), answer)
     if reasoning == "none" or tools.BARE_STARTS:
         return _after_reasoning(reasoning, body)
-    closed = formats.sequence(
-        formats.tagged("", formats.triggered(tags, tools.triggers(functions)), THINK_END), _SPACE, body
-    )
-    opened = formats.either(closed, formats.up_to_tag(tags, tools.triggers(functions), [THINK_END]))
+    text = formats.triggered(tags, tools.triggers(functions))
+    closed = formats.sequence(formats.tagged("", text, THINK_END), _SPACE, body)
+    unclosed = {**text, "excludes": [THINK_END], "last": True}  # ends with a call; xgrammar has no such format
+    opened = formats.either(closed, unclosed)
     return opened if reasoning == "opened" else formats.either(body, formats.sequence(formats.const(THINK), opened))
 
 

@@ -6,7 +6,7 @@ Llama 3 writes them without tags. `NamedCall` and `ListedCalls` parse answers to
 import re
 from typing import NamedTuple
 
-from bateleur.runner.serve.parsers.source import IncrementalParse, Source, skip_space
+from bateleur.runner.serve.parsers.source import Parse, Source, skip_space
 from bateleur.runner.serve.parsers.tool_format import NO_KEY, ArgumentsWriter, Calls, ToolFormat
 from bateleur.runner.serve.parsers.values import literal_as_json, unescaped
 from bateleur.runner.structured.formats import json_of
@@ -44,7 +44,7 @@ MAY_KEYWORD = re.compile(r"[A-Za-z_]\w{0,200}\s*=?\s*$")
 """Text that may become the name of a keyword argument."""
 
 
-def read_calls(source: Source, at: int, calls: Calls) -> IncrementalParse[bool]:
+def read_calls(source: Source, at: int, calls: Calls) -> Parse[bool]:
     """Consume calls: objects, or a list of them. Returns False, and consumes nothing, if the first is not a call."""
     found = False
     at = yield from skip_space(source, at)
@@ -63,7 +63,7 @@ def read_calls(source: Source, at: int, calls: Calls) -> IncrementalParse[bool]:
     return found
 
 
-def _read_call(source: Source, at: int, calls: Calls) -> IncrementalParse[bool]:
+def _read_call(source: Source, at: int, calls: Calls) -> Parse[bool]:
     """Consume one call. Returns False, and consumes nothing, if the object is not a call."""
     name, arguments = "", ""
     member = yield from _next_member(source, at + 1)
@@ -107,7 +107,7 @@ class _Member(NamedTuple):
     """Of the value, or after the closing brace."""
 
 
-def _next_member(source: Source, at: int) -> IncrementalParse[_Member]:
+def _next_member(source: Source, at: int) -> Parse[_Member]:
     at = yield from skip_space(source, at)
     while source.text.startswith(",", at):
         at = yield from skip_space(source, at + 1)
@@ -138,7 +138,7 @@ def _as_object(value: str) -> str:
     return value if value.startswith("{") else ""
 
 
-def _skip_members(source: Source) -> IncrementalParse[None]:
+def _skip_members(source: Source) -> Parse[None]:
     """Consume the rest of an object after its arguments."""
     at = yield from skip_space(source, 0)
     while source.text[at : at + 1] == ",":
@@ -151,7 +151,7 @@ def _skip_members(source: Source) -> IncrementalParse[None]:
         source.take(at + 1)
 
 
-def read_object(source: Source, writer: ArgumentsWriter) -> IncrementalParse[None]:
+def read_object(source: Source, writer: ArgumentsWriter) -> Parse[None]:
     """Consume an object, and write it as the arguments of a call. It is closed unless the answer was cut."""
     before = source.take(1)
     while True:
@@ -176,7 +176,7 @@ def read_object(source: Source, writer: ArgumentsWriter) -> IncrementalParse[Non
         source.take(member.start)
 
 
-def _read_key(source: Source, at: int) -> IncrementalParse[tuple[str | None, int]]:
+def _read_key(source: Source, at: int) -> Parse[tuple[str | None, int]]:
     """Parse a key with or without quotes. Returns the key, or None, and the position after it."""
     first = source.text[at : at + 1]
     if first and first in _QUOTES:
@@ -189,7 +189,7 @@ def _read_key(source: Source, at: int) -> IncrementalParse[tuple[str | None, int
     return None, at
 
 
-def read_value(source: Source, writer: ArgumentsWriter, key: str) -> IncrementalParse[bool]:
+def read_value(source: Source, writer: ArgumentsWriter, key: str) -> Parse[bool]:
     """Consume and write the value at the start of the text. Returns False if it was truncated."""
     first, types = source.text[0], writer.types(key)
     if first in _QUOTES and (not types or "string" in types):
@@ -202,7 +202,7 @@ def read_value(source: Source, writer: ArgumentsWriter, key: str) -> Incremental
     return True
 
 
-def _read_string(source: Source, writer: ArgumentsWriter) -> IncrementalParse[bool]:
+def _read_string(source: Source, writer: ArgumentsWriter) -> Parse[bool]:
     """Consume a quoted string, and write it incrementally. Returns False if it was truncated.
 
     A quote ends the string only before a comma, a bracket, the next key, or the end of the call or text. Without such a
@@ -245,7 +245,7 @@ def _read_string(source: Source, writer: ArgumentsWriter) -> IncrementalParse[bo
             yield
 
 
-def skip_end_tags(source: Source, at: int, writer: ArgumentsWriter) -> IncrementalParse[int]:
+def skip_end_tags(source: Source, at: int, writer: ArgumentsWriter) -> Parse[int]:
     """Return the position after the end tags of a call at `at`."""
     while at < len(source.text):
         start, tag = writer.end_tags.first(source, at)
@@ -258,7 +258,7 @@ def skip_end_tags(source: Source, at: int, writer: ArgumentsWriter) -> Increment
     return at
 
 
-def _begins_key(source: Source, at: int, next_key: re.Pattern[str]) -> IncrementalParse[bool]:
+def _begins_key(source: Source, at: int, next_key: re.Pattern[str]) -> Parse[bool]:
     """Return whether `next_key` (a parameter's name and "=") matches at a position."""
     while next_key is not NO_KEY and not source.final and MAY_KEYWORD.match(source.text, at):
         yield
@@ -267,7 +267,7 @@ def _begins_key(source: Source, at: int, next_key: re.Pattern[str]) -> Increment
 
 def _string_end(
     source: Source, at: int, quote: str, follows: re.Pattern[str], next_key: re.Pattern[str] = NO_KEY
-) -> IncrementalParse[int]:
+) -> Parse[int]:
     """Return the position of a closing quote with `follows` or `next_key` after it, or the end of the text."""
     while True:
         if found := _IN_STRING[quote].match(source.text, at):
@@ -284,7 +284,7 @@ def _string_end(
             yield
 
 
-def _key_in_plain_text(source: Source, at: int, next_key: re.Pattern[str]) -> IncrementalParse[re.Match[str] | None]:
+def _key_in_plain_text(source: Source, at: int, next_key: re.Pattern[str]) -> Parse[re.Match[str] | None]:
     """Return the match of `next_key` before the first quote, bracket, comma or tag, or None."""
     while True:
         found = _PLAIN.match(source.text, at)
@@ -293,7 +293,7 @@ def _key_in_plain_text(source: Source, at: int, next_key: re.Pattern[str]) -> In
         yield
 
 
-def value_end(source: Source, at: int, next_key: re.Pattern[str] = NO_KEY) -> IncrementalParse[int]:
+def value_end(source: Source, at: int, next_key: re.Pattern[str] = NO_KEY) -> Parse[int]:
     """Return the position of the comma, bracket or key after a JSON or Python value, or the end of the text."""
     opened: list[str] = []
     while True:
@@ -332,7 +332,7 @@ class Llama3Json(ToolFormat):
     SEPARATOR = "; "
     CALL = ('{"name": "{name}", "parameters": ', json_of, "}")
 
-    def read(self, source: Source, calls: Calls) -> IncrementalParse[bool]:
+    def read(self, source: Source, calls: Calls) -> Parse[bool]:
         """Parse and consume the calls at the start of the text; see `ToolFormat.read`."""
         return (yield from read_calls(source, len(self.start_tag_of(source)), calls))
 
@@ -345,7 +345,7 @@ class NamedCall(ToolFormat):
 
     BARE_STARTS = "{"
 
-    def read(self, source: Source, calls: Calls) -> IncrementalParse[bool]:
+    def read(self, source: Source, calls: Calls) -> Parse[bool]:
         """Parse and consume the arguments of the tool; see `ToolFormat.read`."""
         (name,) = calls.names
         writer = calls.begin(name)
@@ -361,7 +361,7 @@ class ListedCalls(ToolFormat):
 
     BARE_STARTS = "["
 
-    def read(self, source: Source, calls: Calls) -> IncrementalParse[bool]:
+    def read(self, source: Source, calls: Calls) -> Parse[bool]:
         """Consume the list of calls. An answer that is cut in a tool name is a call if one tool fits."""
         yield from read_calls(source, 0, calls)
         while not source.final:

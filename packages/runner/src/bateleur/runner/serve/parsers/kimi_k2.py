@@ -7,7 +7,7 @@
 import re
 
 from bateleur.runner.serve.parsers.json_calls import read_object
-from bateleur.runner.serve.parsers.source import IncrementalParse, Source, skip_space, take_tags
+from bateleur.runner.serve.parsers.source import Parse, Source, skip_space, take_tags
 from bateleur.runner.serve.parsers.tool_format import Calls, ToolFormat
 from bateleur.runner.structured.formats import const, json_of, pattern, sequence
 
@@ -31,7 +31,7 @@ class KimiK2(ToolFormat):
     )
     LIST = (_SECTION, "", _END_SECTION)
 
-    def read(self, source: Source, calls: Calls) -> IncrementalParse[bool]:
+    def read(self, source: Source, calls: Calls) -> Parse[bool]:
         """Parse and consume the calls at the start of the text; see `ToolFormat.read`."""
         section, call, begin = (self.table.marker(tag) for tag in (_SECTION, _CALL, _ARGUMENTS))
         at, found = 0, False

@@ -3,7 +3,7 @@
 import re
 
 from bateleur.runner.serve.parsers.json_calls import MAY_KEYWORD, read_calls, read_value, skip_end_tags
-from bateleur.runner.serve.parsers.source import IncrementalParse, Source, skip_space, take_tags
+from bateleur.runner.serve.parsers.source import Parse, Source, skip_space, take_tags
 from bateleur.runner.serve.parsers.tool_format import ArgumentsWriter, Calls, ToolFormat
 
 _CALL = re.compile(r"([A-Za-z_][\w.-]{0,200})\s*\(")
@@ -16,7 +16,7 @@ class Pythonic(ToolFormat):
 
     CALL = ("{name}(", lambda schema: {"type": "python_arguments", "json_schema": schema}, ")")
 
-    def read(self, source: Source, calls: Calls) -> IncrementalParse[bool]:
+    def read(self, source: Source, calls: Calls) -> Parse[bool]:
         """Parse and consume the calls at the start of the text; see `ToolFormat.read`."""
         start = yield from skip_space(source, len(self.start_tag_of(source)))
         in_list = source.text.startswith("[", start)
@@ -48,7 +48,7 @@ class Olmo3(Pythonic):
     LIST = ("<function_calls>\n", "\n", "\n</function_calls>")
 
 
-def _read_functions(source: Source, at: int, calls: Calls) -> IncrementalParse[bool]:
+def _read_functions(source: Source, at: int, calls: Calls) -> Parse[bool]:
     """Consume calls from a position on. Returns False, and consumes nothing, if the first is not a call."""
     found = False
     while True:
@@ -69,7 +69,7 @@ def _read_functions(source: Source, at: int, calls: Calls) -> IncrementalParse[b
             at = yield from skip_space(source, at + 1)
 
 
-def _read_keywords(source: Source, writer: ArgumentsWriter) -> IncrementalParse[bool]:
+def _read_keywords(source: Source, writer: ArgumentsWriter) -> Parse[bool]:
     """Consume arguments up to `)`. Returns False if they were truncated. Models forget commas and names."""
     if names := "|".join(map(re.escape, writer.properties)):
         writer.next_key = re.compile(rf"(?<!\w)(?:{names})\s*=(?!=)")
@@ -98,7 +98,7 @@ def _read_keywords(source: Source, writer: ArgumentsWriter) -> IncrementalParse[
     return not source.final
 
 
-def _read_keyword(source: Source, at: int, writer: ArgumentsWriter) -> IncrementalParse[tuple[str, int]]:
+def _read_keyword(source: Source, at: int, writer: ArgumentsWriter) -> Parse[tuple[str, int]]:
     """Return an argument's name and the position of its value; an empty name if no parameter is left."""
     while MAY_KEYWORD.match(source.text, at):
         if source.final:  # truncated

@@ -11,7 +11,7 @@ from typing import TypeAlias, TypeVar
 from bateleur.runner.outputs import TextTag
 
 T = TypeVar("T")
-IncrementalParse: TypeAlias = Generator[None, None, T]
+Parse: TypeAlias = Generator[None, None, T]
 
 THINK, THINK_END = "<think>", "</think>"
 """Tags around the reasoning, at the start of an answer."""
@@ -34,7 +34,7 @@ class Source:
         return taken
 
 
-def skip_space(source: Source, at: int) -> IncrementalParse[int]:
+def skip_space(source: Source, at: int) -> Parse[int]:
     """Return the position of the next character that is not white space, or the end of the text."""
     while True:
         found = _SPACE.match(source.text, at)
@@ -45,7 +45,7 @@ def skip_space(source: Source, at: int) -> IncrementalParse[int]:
         yield
 
 
-def take_tags(source: Source, tags: Sequence[str]) -> IncrementalParse[None]:
+def take_tags(source: Source, tags: Sequence[str]) -> Parse[None]:
     """Consume any number of these tags, with the white space before each."""
     while True:
         at = yield from skip_space(source, 0)

@@ -1,7 +1,5 @@
 """Tool call formats, and the calls that a parser finds in an answer."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -10,7 +8,7 @@ from uuid import uuid4
 
 from bateleur.runner.serve.openai.tools import Tools
 from bateleur.runner.serve.parsers.events import Arguments, Content, Event, ToolCall
-from bateleur.runner.serve.parsers.source import IncrementalParse, Search, Source, TagTable
+from bateleur.runner.serve.parsers.source import Parse, Search, Source, TagTable
 from bateleur.runner.serve.parsers.values import as_string, types_of
 from bateleur.runner.structured.formats import Format, listed, tagged
 
@@ -55,7 +53,7 @@ class ToolFormat:
         """Return all tags of the format."""
         return (*cls.START_TAGS, *cls.END_TAGS, *cls.INNER_TAGS)
 
-    def read(self, source: Source, calls: Calls) -> IncrementalParse[bool]:
+    def read(self, source: Source, calls: "Calls") -> Parse[bool]:
         """Parse and consume the calls at the start of the text. Returns False, and consumes nothing, without calls."""
         raise NotImplementedError
 
@@ -112,7 +110,7 @@ class Calls:
         """Return whether the tool exists and the limit of calls is not reached."""
         return name in self._schemas and (self._max_calls is None or self._num_calls < self._max_calls)
 
-    def begin(self, name: str, call_id: str = "") -> ArgumentsWriter:
+    def begin(self, name: str, call_id: str = "") -> "ArgumentsWriter":
         """Begin a call of a tool. Returns the writer of its arguments."""
         index = self._num_calls
         self._num_calls += 1
