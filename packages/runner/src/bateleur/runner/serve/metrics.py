@@ -36,7 +36,12 @@ class _Collector:
     queued: int
 
     def collect(self) -> Iterator[Metric]:
-        for name, text, number in _gauges(self.stats, self.queued):
+        waiting, usage = self.stats.num_waiting + self.queued, self.stats.kv_cache_usage
+        for name, text, number in (
+            ("num_requests_running", "Running requests.", self.stats.num_running),
+            ("num_requests_waiting", "Queued requests.", waiting),
+            ("kv_cache_usage_perc", "Share of KV cache blocks in use, 0 to 1.", usage),
+        ):
             gauge = GaugeMetricFamily(f"bateleur:{name}", text, labels=["model_name"])
             gauge.add_metric([self.model_name], number)
             yield gauge
@@ -53,12 +58,6 @@ class _Collector:
             family = HistogramMetricFamily(f"bateleur:{name}", text, labels=["model_name"])
             family.add_metric([self.model_name], buckets, histogram.total)
             yield family
-
-
-def _gauges(stats: EngineStats, queued: int) -> Iterator[tuple[str, str, float]]:
-    yield "num_requests_running", "Running requests.", stats.num_running
-    yield "num_requests_waiting", "Queued requests.", stats.num_waiting + queued
-    yield "kv_cache_usage_perc", "Share of KV cache blocks in use, 0 to 1.", stats.kv_cache_usage
 
 
 def _counters(stats: EngineStats) -> Iterator[tuple[str, str, str, Mapping[str, int]]]:

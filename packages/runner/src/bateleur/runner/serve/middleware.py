@@ -40,7 +40,10 @@ class AccessMiddleware:
         """Reject the request, or pass it to the app. ASGI interface."""
         answer = None
         if scope["type"] == "http":
-            scope["path"] = _path(scope["path"])
+            # A target may be a URL (RFC 9112, 3.2.2).
+            scheme, _, rest = scope["path"].partition("://")
+            path = "/" + rest.partition("/")[2] if scheme in ("http", "https") else scope["path"]
+            scope["path"] = path.rstrip("/") or "/"
             answer = self._refusal(scope)
         await (answer or self._app)(scope, receive, send)
 
@@ -65,10 +68,3 @@ class AccessMiddleware:
         token = given.strip().encode("utf-8", "surrogateescape")
         found = [compare_digest(token, key) for key in self._keys]
         return any(found)
-
-
-def _path(target: str) -> str:
-    """Return the path of a request target without a final slash. A target may be a URL (RFC 9112, 3.2.2)."""
-    scheme, _, rest = target.partition("://")
-    path = "/" + rest.partition("/")[2] if scheme in ("http", "https") else target
-    return path.rstrip("/") or "/"

@@ -8,7 +8,6 @@ from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
-from uuid import uuid4
 
 from fastapi import Request
 from starlette.requests import ClientDisconnect
@@ -209,11 +208,6 @@ def _raise_failure(output: RequestOutput) -> None:
         if each.finish_reason == "error":  # 400 if no token is allowed, because many clients retry after a 500
             status = 500 if each.stop_reason == NO_NUMBERS else 400
             raise http_error(status, str(each.stop_reason), code="generation_failed")
-
-
-def new_id(kind: str, parsed: APIRequest) -> str:
-    """Create the id of a reply: `kind`, such as chatcmpl, and the body's `request_id` or a random number."""
-    return f"{kind}-{parsed.request_id or uuid4().hex}"
 
 
 def prompt_index(request_id: str) -> int:

@@ -247,8 +247,8 @@ class _Compiler:
         """Return the expression of free text in which each trigger starts a call.
 
         calls: rules for what follows a trigger, by trigger. ends: if given, one of these texts ends the text.
-        excludes: tags that the text does not have.
-        after: expression that follows a call, instead of more text. last: whether the text ends with a call, which xgrammar does not have.
+        excludes: tags that the text does not have. after: what follows a call, instead of more text.
+        last: whether the text ends with a call, which xgrammar does not have.
         """
         tags, known = (*calls, *ends, *excludes), self._tokens
         ids = known.ends | {known.tags[tag] for tag in tags if tag in known.tags}

@@ -1,7 +1,6 @@
 """Compiles grammars in a separate process first, which can be killed and may crash.
 
-The cost of a grammar can't be seen from its text. A schema that intersects a dozen patterns takes minutes, and a chain
-of 20,000 rules overflows the stack.
+A schema that intersects a dozen patterns takes minutes, and a chain of 20,000 rules overflows the stack.
 """
 
 from __future__ import annotations

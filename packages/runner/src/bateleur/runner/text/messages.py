@@ -22,9 +22,8 @@ _MAX_DEPTH = 200
 def checked_messages(messages: object) -> list[dict[str, Any]]:
     """Return a conversation with every content as one text and tool-call arguments as objects.
 
-    Clients repeat the whole conversation in each request, so malformed past messages are read as well as possible and
-    logged once. Raises ValueError, naming the place such as messages[2].content, for a message without a role, and if
-    the user's last message is not text.
+    Clients repeat the whole conversation, so malformed past messages are read as well as possible, and logged. Raises
+    ValueError, naming the place, for a message without a role, and if the user's last message is not text.
     """
     listed = _sequence("messages", messages, "a list of messages")
     if not listed:

@@ -53,10 +53,9 @@ class TokenText:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in known)
 
     def added_text(self, previous: Sequence[int], token: int) -> str:
-        """Return the text that a token adds to earlier tokens, so that the texts of all tokens join to the whole text.
+        """Return the text that a token adds. A character of several tokens is added by the last of them.
 
-        A character of several tokens is added by the last of them. previous: at least the last 3 tokens before this
-        one, or all if there are fewer.
+        previous: at least the last 3 tokens before this one, or all if there are fewer.
         """
         data = partial_character(b"".join(map(self.bytes_of, previous[-_MAX_PARTIAL:]))) + self.bytes_of(token)
         return data[: len(data) - len(partial_character(data))].decode("utf-8", "replace")

@@ -101,8 +101,7 @@ def split(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Split a body into the checked fields of `fields` and the fields of `SamplingParams`.
 
-    A null counts as absent. Unknown fields are logged once and ignored, or rejected if `strict`. Raises ValueError that
-    names the field for an invalid value.
+    A null counts as absent. Unknown fields are ignored and logged, or rejected if `strict`. Raises ValueError.
     """
     given = {name: value for name, value in mapping("the body", body).items() if value is not None}
     given = drop_unsupported(REFUSED, given, keep=fields)

@@ -6,6 +6,7 @@ own. num_top: number of most likely tokens to report, -1 for all. as_ids: write 
 
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from bateleur.runner.outputs import CompletionOutput, Logprob, RequestOutput
@@ -82,17 +83,17 @@ def completion_choice(
     offset: int = 0,
 ) -> dict[str, Any]:
     """Return one choice. first: it has the fields of the prompt. offset: characters in earlier chunks."""
-    drawn = [] if parsed.only_prompt else list(completion.token_ids)
-    text = "" if parsed.only_prompt else completion.text
-    echoed = first and parsed.echo
+    if parsed.only_prompt:
+        completion = replace(completion, text="", token_ids=[], finish_reason="length", stop_reason=None)
+    drawn, text, echoed = list(completion.token_ids), completion.text, first and parsed.echo
     if echoed:
         text = (decode(output.prompt_token_ids) if output.prompt is None else output.prompt) + text
     choice: dict[str, Any] = {
         "index": index,
         "text": text,
         "logprobs": None,
-        "finish_reason": "length" if parsed.only_prompt else completion.finish_reason,
-        "stop_reason": None if parsed.only_prompt else completion.stop_reason,
+        "finish_reason": completion.finish_reason,
+        "stop_reason": completion.stop_reason,
     }
     if (num_top := parsed.num_top_logprobs) is not None:
         ids, beginning = drawn, ""

@@ -1,8 +1,4 @@
-"""Parsing of the bodies of `/v1/completions` and `/v1/chat/completions`.
-
-Fields are OpenAI's, those of `SamplingParams`, and vLLM's `priority`, `request_id` and `return_token_ids`. An invalid
-value raises ValueError that begins with the name of the field.
-"""
+"""Parsing of the bodies of `/v1/completions` and `/v1/chat/completions`, with fields of OpenAI, vLLM and ours."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields

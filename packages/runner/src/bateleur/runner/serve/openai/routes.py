@@ -3,6 +3,7 @@
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
+from uuid import uuid4
 
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
@@ -14,7 +15,7 @@ from bateleur.runner.serve.errors import http_errors
 from bateleur.runner.serve.json_text import JSONText
 from bateleur.runner.serve.openai import replies, requests
 from bateleur.runner.serve.openai.requests import CHAT_FIELDS, COMPLETION_FIELDS, CompletionRequest
-from bateleur.runner.serve.service import Service, new_id, prompt_index
+from bateleur.runner.serve.service import Service, prompt_index
 from bateleur.runner.serve.sse import EventStream, chunks
 
 
@@ -46,7 +47,8 @@ async def _chat(service: Service, request: Request, body: dict[str, Any]) -> Res
         parsed = requests.chat_request(body, service.defaults, strict=service.config.strict_fields)
         parsed = service.with_server_options(parsed)
     kind = "chat.completion.chunk" if parsed.stream else "chat.completion"
-    head = replies.reply_head(new_id("chatcmpl", parsed), kind, service.reply_model(parsed.model))
+    reply_id = f"chatcmpl-{parsed.request_id or uuid4().hex}"
+    head = replies.reply_head(reply_id, kind, service.reply_model(parsed.model))
     answered = await answer(service, parsed, head["id"])
     if parsed.stream:
         return EventStream(chunks(_chat_parts(service, answered), answered.parsed, head, answered.usage))
@@ -76,7 +78,8 @@ async def _complete(service: Service, request: Request, body: dict[str, Any]) ->
         parsed = requests.completion_request(body, service.defaults, strict=service.config.strict_fields)
         parsed = service.with_server_options(parsed)
     service.adapter_of(parsed.model)
-    head = replies.reply_head(new_id("cmpl", parsed), "text_completion", service.reply_model(parsed.model))
+    reply_id = f"cmpl-{parsed.request_id or uuid4().hex}"
+    head = replies.reply_head(reply_id, "text_completion", service.reply_model(parsed.model))
     reader = await service.submit(parsed.prompts, parsed, head["id"])
     if parsed.stream:
         usage = replies.Usage()

@@ -40,8 +40,7 @@ Tools: TypeAlias = Sequence[Mapping[str, Any]]
 def tools(value: Any, *, strict: bool = False) -> tuple[dict[str, Any], ...]:
     """Return the function tools, with unique names. Raises ValueError with the position of an invalid tool.
 
-    Duplicates, and tools that only run on their vendor's servers, are ignored and logged once, or rejected if
-    `strict`.
+    Duplicates, and tools that run on their vendor's servers, are ignored and logged, or rejected if `strict`.
     """
     if not isinstance(value, list | tuple):
         return tuple(checked_tools(value) or ())

@@ -47,8 +47,7 @@ class AnswerParser:
     def read(self, completion: CompletionOutput) -> list[Event]:
         """Return the events of the next output, a delta or the whole answer. The last event of all is `End`.
 
-        A stop string that is not a tag truncates a call, as a token limit does. The finish reason of a truncated call
-        is not "tool_calls".
+        A stop string that is not a tag truncates a call, as a token limit does; it is then not a "tool_calls" end.
         """
         events = self.feed(completion.text, completion.tags)
         reason, stop = completion.finish_reason, completion.stop_reason

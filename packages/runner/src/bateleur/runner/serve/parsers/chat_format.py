@@ -10,15 +10,7 @@ from bateleur.runner.serve.openai.requests import ChatRequest
 from bateleur.runner.serve.openai.tools import NamedTool, arguments_of, is_strict
 from bateleur.runner.serve.parsers.answer import AnswerParser
 from bateleur.runner.serve.parsers.json_calls import ListedCalls, NamedCall
-from bateleur.runner.serve.parsers.options import (
-    AUTO,
-    NONE,
-    TOOL_PARSERS,
-    ParserOptions,
-    reasoning_parser_of,
-    template_text,
-    tool_parser_of,
-)
+from bateleur.runner.serve.parsers.options import TOOL_PARSERS, ParserOptions, selected_parsers
 from bateleur.runner.serve.parsers.source import THINK, THINK_END, TagTable
 from bateleur.runner.serve.parsers.tool_format import Function, ToolFormat
 from bateleur.runner.structured import formats
@@ -49,10 +41,8 @@ class ChatFormat:
 
     def __init__(self, options: ParserOptions, tokenizer: Tokenizer) -> None:
         """Select parsers by the options. `auto` selects by the chat template."""
-        template = options.chat_template or template_text(getattr(tokenizer, "chat_template", None))
-        tags, calls, think = tag_tokens(tokenizer), options.tool_call_parser, options.reasoning_parser
-        self.tool_call_parser = {NONE: None, AUTO: tool_parser_of(template, tags.values())}.get(calls, calls)
-        self.reasoning_parser = {NONE: None, AUTO: reasoning_parser_of(template, tags.values())}.get(think, think)
+        tags, template = tag_tokens(tokenizer), getattr(tokenizer, "chat_template", None)
+        self.tool_call_parser, self.reasoning_parser = selected_parsers(options, template, tags.values())
         self._format = None if self.tool_call_parser is None else TOOL_PARSERS[self.tool_call_parser]
         self._may_decide = options.enable_auto_tool_choice
         wanted = {THINK, THINK_END, *(() if self._format is None else self._format.tags())}

@@ -54,12 +54,10 @@ def merged(events: Sequence[Event]) -> list[Event]:
     """Join adjacent text events of one kind, and drop empty ones."""
     result: list[Event] = []
     for event in events:
+        last = result[-1] if result else None
         if isinstance(event, ToolCall | End):
             result.append(event)
-            continue
-        last = result[-1] if result else None
-        if type(last) is type(event) and getattr(last, "index", 0) == getattr(event, "index", 0):
-            assert isinstance(last, Content | Reasoning | Arguments)
+        elif isinstance(last, type(event)) and getattr(last, "index", 0) == getattr(event, "index", 0):
             result[-1] = replace(last, text=last.text + event.text)
         elif event.text:
             result.append(event)

@@ -1,8 +1,4 @@
-"""Parsers for calls between <tool_call> and </tool_call>: JSON objects, or functions in Qwen3-Coder's notation.
-
-<tool_call>
-{"name": "weather", "arguments": {"city": "Oslo"}}
-</tool_call>
+"""Parsers for calls between tags: {"name": "weather", "arguments": {"city": "Oslo"}}, or as Qwen3-Coder writes them.
 
 <tool_call>
 <function=weather>

@@ -66,13 +66,6 @@ def reasoning_parser_of(template: str, tags: Collection[str]) -> str | None:
     return "think" if THINK_END in template or THINK_END in tags else None
 
 
-def template_text(template: Any) -> str:
-    """Return a chat template as text. Several named templates are joined."""
-    if isinstance(template, Mapping):
-        return "\n".join(map(str, template.values()))
-    return template if isinstance(template, str) else ""
-
-
 def _template(name: str, value: Any) -> str:
     if "{{" in text(name, value) or "{%" in value:
         return str(value)
@@ -110,3 +103,15 @@ class ParserOptions(Checked):
     selects by the chat template (default: auto)."""
     enable_auto_tool_choice: bool = option(True, flag)
     """Allow tool_choice auto, the default of requests with tools (default: true)."""
+
+
+def selected_parsers(options: ParserOptions, template: Any, tags: Collection[str]) -> tuple[str | None, str | None]:
+    """Return the names of the tool call parser and the reasoning parser; None for none. `auto` selects by the template.
+
+    template: the checkpoint's, or several by name. tags: tag tokens of the tokenizer.
+    """
+    named = template.values() if isinstance(template, Mapping) else [template]
+    text = options.chat_template or "\n".join(each for each in named if isinstance(each, str))
+    calls, think = options.tool_call_parser, options.reasoning_parser
+    found = {NONE: None, AUTO: tool_parser_of(text, tags)}.get(calls, calls)
+    return found, {NONE: None, AUTO: reasoning_parser_of(text, tags)}.get(think, think)

@@ -1,7 +1,6 @@
 """Incremental text source of the parsers.
 
-Parsers are generators that yield when they need more text, and return their result. Positions are indices into
-`Source.text`, valid until text is consumed.
+Parsers are generators that yield when they need more text. Positions are valid until text is consumed.
 """
 
 import re
@@ -86,7 +85,6 @@ class TagTable:
     """
 
     def __init__(self, tokens: Mapping[int, str] | None = None) -> None:
-        """tokens: tags by token id."""
         known = tokens or {}
         self._stand_ins = {token: chr(_FIRST_STAND_IN + i) for i, token in enumerate(known)}
         self._by_text = {known[token]: char for token, char in self._stand_ins.items()}

@@ -130,7 +130,6 @@ class ArgumentsWriter:
     """Incremental writer of the arguments of one call, as JSON. `write` adds JSON text; `end_tags` end the call."""
 
     def __init__(self, write: Callable[[str], None], schema: Mapping[str, Any], end_tags: Search) -> None:
-        """schema: parameters of the tool."""
         self.write, self._schema, self.end_tags = write, schema, end_tags
         self.keys: list[str] = []
         self.next_key = NO_KEY
