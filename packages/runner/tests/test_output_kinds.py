@@ -120,9 +120,10 @@ def test_threads_that_ask_at_once_get_names_and_seeds_of_their_own(llm: LLM) -> 
     assert len({group.members[0].seed for group in groups}) == 200
 
 
-@pytest.mark.parametrize(("num_drafts", "flags"), [(1, [True, False]), (2, [True, True])])
-def test_behind_bad_logits_the_last_token_was_a_draft(drafting: LLM, num_drafts: int, flags: list[bool]) -> None:
+@pytest.mark.parametrize(("bad", "flags"), [(0, [True, False]), (1, [True, True])])
+def test_behind_bad_logits_the_last_token_was_a_draft(drafting: LLM, bad: int, flags: list[bool]) -> None:
     """Else it is the target's own."""
     (request,) = drafting.prepare(PROMPT, SamplingParams(**GREEDY), request_id="x").members
-    assert drafting.engine._outputs._apply(request, [7, 8], num_drafts) == 2
+    assert drafting.engine._outputs._append(request, [7, 8], bad) == 2
     assert request.drafted == flags
+    assert request.finish_reason == ("error" if bad else None)
