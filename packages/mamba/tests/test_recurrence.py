@@ -53,6 +53,17 @@ def test_a_pure_convolution_has_no_state_in_a_pool():
     assert (spec.page_bytes, spec.request_conv_bytes, spec.ring_bytes(16)) == (24, 48, 0)
 
 
+def test_operators_of_a_state_have_no_default():
+    class Unfinished(ShortConv):
+        state_shape = (2, 3, 4)
+
+    spec, x = Unfinished(6), torch.ones(1, 6)
+    assert ShortConv(6).update((), x, (), None, None) is x
+    for call in (spec.update, partial(spec.replay, ring=())):
+        with pytest.raises(NotImplementedError, match="Unfinished has a state: define scan"):
+            call(params=(), channels=x, gates=(), state=torch.ones(2, 2, 3, 4), rows=None)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

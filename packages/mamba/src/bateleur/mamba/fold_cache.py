@@ -55,15 +55,9 @@ class FoldCache:
     """
 
     def __init__(
-        self,
-        layout: CacheLayout,
-        mixers: Sequence[Mixer],
-        *,
-        num_slots: int,
-        num_rows: int,
-        chunk_size: int,
+        self, layout: CacheLayout, mixers: Sequence[Mixer], *, num_slots: int, num_rows: int, chunk_size: int,
         prompt_scan: PromptScan = PromptScan.OWN,
-    ) -> None:
+    ) -> None:  # fmt: skip
         specs = [mixer.spec for mixer in mixers]
         for spec in specs:
             spec.max_memory_usage_bytes(layout)  # checks policy and number of drafts

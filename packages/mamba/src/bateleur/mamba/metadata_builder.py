@@ -50,15 +50,9 @@ class MambaMetadataBuilder:
     seq_len_fill: int = 0
 
     def __init__(
-        self,
-        layout: CacheLayout,
-        chunk_size: int,
-        max_num_reqs: int,
-        device: torch.device | str,
-        states: RequestStates | None = None,
-        *,
-        prompt_scan: PromptScan = PromptScan.OWN,
-    ) -> None:
+        self, layout: CacheLayout, chunk_size: int, max_num_reqs: int, device: torch.device | str,
+        states: RequestStates | None = None, *, prompt_scan: PromptScan = PromptScan.OWN,
+    ) -> None:  # fmt: skip
         if max_num_reqs < 1:
             raise ValueError(f"max_num_reqs is {max_num_reqs}; it must be at least 1")
         if layout.policy is StatePolicy.FOLD and states is None:
@@ -149,14 +143,9 @@ class MambaMetadataBuilder:
         return 0 if (into_block == 0).any() else size - 1 - int(into_block.max())
 
     def commit(
-        self,
-        meta: MambaMetadata,
-        common: CommonAttentionMetadata,
-        group: int,
-        accepted: Tensor,
-        *,
+        self, meta: MambaMetadata, common: CommonAttentionMetadata, group: int, accepted: Tensor, *,
         captured: bool = False,
-    ) -> CopyPlan | FoldPlan | None:
+    ) -> CopyPlan | FoldPlan | None:  # fmt: skip
         """End the step that `meta` was built for; call it before the next `build`.
 
         Updates `states` and returns a plan for the layers' states. Pass a `CopyPlan` to `StatePool.copy` and

@@ -149,7 +149,7 @@ class Recurrence(ABC):
 
         Returns y (T, *output_shape), in the dtype of `channels`.
         """
-        return channels
+        return self._unless_state(channels, state)
 
     def update(self, params: Tensors, channels: Tensor, gates: Tensors, state: State, rows: MambaMetadata) -> Tensor:
         """Run decodes of 1 to 1 + K tokens (K drafts) under SLOTS (a state per token); `rows.plan` is a `SlotPlan`.
@@ -157,7 +157,7 @@ class Recurrence(ABC):
         A request starts from slot `ssm_read`, and the state after its token i is written to slot `ssm_write[:, i]`.
         Other arguments and result as in `scan`.
         """
-        return channels
+        return self._unless_state(channels, state)
 
     def replay(
         self, params: Tensors, channels: Tensor, gates: Tensors, state: State, ring: Tensors, rows: MambaMetadata
@@ -170,7 +170,7 @@ class Recurrence(ABC):
 
         ring: (rows, L, *shape) for each of `ring_entry`. Other arguments and result as in `scan`.
         """
-        return channels
+        return self._unless_state(channels, state)
 
     def fold(
         self, params: Tensors, conv: Tensor, state: State, request_conv: Tensor, ring: Tensors, batch: FoldBatch
@@ -186,7 +186,12 @@ class Recurrence(ABC):
             request_conv: (layers, rows, W - 1 + drafts, conv_dim).
             batch: requests to fold, with their slots and rings.
         """
-        fold_window(conv, request_conv, batch.ring_row, batch.dst, batch.page_offset)
+        fold_window(self._unless_state(conv, state), request_conv, batch.ring_row, batch.dst, batch.page_offset)
+
+    def _unless_state(self, result: Tensor, state: State) -> Tensor:
+        if state is not None:
+            raise NotImplementedError(f"{type(self).__name__} has a state: define scan, update, replay and fold")
+        return result
 
     @property
     def compute_dtype(self) -> torch.dtype:
@@ -195,11 +200,9 @@ class Recurrence(ABC):
 
     @property
     def conv_shape(self) -> tuple[int, int]:
-        """Shape of the conv window (last inputs) of one state slot for W taps and K drafts: (W - 1 + K, conv_dim), or
-        (W - 1, conv_dim) under FOLD.
+        """Shape of the conv window (last inputs) of one state slot: (W - 1, conv_dim).
 
-        The K additional entries hold tokens that may be rejected. Under FOLD they are in the conv window of the running
-        request.
+        Under SLOTS it has K more entries, for draft tokens that may be rejected.
         """
         return (self.conv_width - 1 + self.num_speculative_blocks, self.conv_dim)
 
@@ -234,9 +237,7 @@ class Recurrence(ABC):
         return self.num_speculative_tokens if self.policy is StatePolicy.SLOTS else 0
 
     def max_memory_usage_bytes(self, layout: CacheLayout) -> int:
-        """Maximum bytes of this layer that a running request uses and does not share.
-
-        State slots in the prefix cache, or that a prefill fills for it, are not counted.
+        """Maximum bytes of this layer that a running request uses and does not share; shared slots are not counted.
 
         Raises ValueError if `layout` has another policy or another number of draft tokens.
         """

@@ -50,14 +50,9 @@ class StatePool:
     """
 
     def __init__(
-        self,
-        specs: Sequence[Recurrence],
-        num_slots: int,
-        device: torch.device | str,
-        *,
-        num_rows: int = 0,
+        self, specs: Sequence[Recurrence], num_slots: int, device: torch.device | str, *, num_rows: int = 0,
         ring_capacity: int = 16,
-    ) -> None:
+    ) -> None:  # fmt: skip
         if not specs:
             raise ValueError("specs is empty; a pool needs at least one layer")
         if len(policies := {spec.policy.value for spec in specs}) > 1:

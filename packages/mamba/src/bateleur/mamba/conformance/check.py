@@ -28,16 +28,9 @@ class RecurrenceReport:
 
 
 def check_recurrence(
-    spec: Recurrence,
-    step: Step,
-    *,
-    drafts: int = 3,
-    ring_capacity: int = 9,
-    tolerance: float | None = None,
-    device: str = "cpu",
-    seed: int = 0,
-    prompt_scan: PromptScan = PromptScan.OWN,
-) -> RecurrenceReport:
+    spec: Recurrence, step: Step, *, drafts: int = 3, ring_capacity: int = 9, tolerance: float | None = None,
+    device: str = "cpu", seed: int = 0, prompt_scan: PromptScan = PromptScan.OWN,
+) -> RecurrenceReport:  # fmt: skip
     """Compare the operators of a recurrence with a function that processes one token.
 
     Operators are called with requests of different lengths, padded rows, padding tokens, strided views, zero states,
