@@ -18,7 +18,7 @@ pytest.importorskip("fastapi", reason="needs the package fastapi")
 from fastapi.testclient import TestClient
 
 from bateleur.runner import LLM, AsyncLLM, SamplingParams
-from bateleur.runner.diagnose.checkpoint_facts import describe_checkpoint
+from bateleur.runner.diagnose.checkpoint_facts import checkpoint_table, describe_checkpoint
 from bateleur.runner.serve.app import build_app
 from bateleur.runner.serve.config import ServeConfig
 
@@ -121,8 +121,8 @@ def test_the_server_and_info_report_it(options: Callable[..., dict[str, Any]]) -
     holds = engine.llm.limits.max_model_len
     assert holds < LONGEST
     facts = describe_checkpoint(**{("path" if name == "model" else name): value for name, value in small.items()})
-    assert facts.max_model_len == holds
-    assert re.search(rf"^longest request +{holds} tokens", facts.table(), re.MULTILINE)
+    assert facts["max_model_len"] == holds
+    assert re.search(rf"^longest request +{holds} tokens", checkpoint_table(facts), re.MULTILINE)
     client = TestClient(build_app(engine, ServeConfig(served_model_name=["tiny"])))
     (model,) = client.get("/v1/models").json()["data"]
     assert model["max_model_len"] == holds

@@ -16,7 +16,7 @@ from tiny import EVEN
 from bateleur.metadata.backends._torch_ops import quantize
 from bateleur.runner import LLM, RequestOutput, SamplingParams
 from bateleur.runner.checkpoint.open import open_checkpoint
-from bateleur.runner.diagnose.checkpoint_facts import describe_checkpoint
+from bateleur.runner.diagnose.checkpoint_facts import checkpoint_table, describe_checkpoint
 from bateleur.runner.errors import PrefixRefused
 
 FP8 = torch.float8_e4m3fn
@@ -308,8 +308,8 @@ def test_bytes_are_those_of_the_cache(make: Callable[..., LLM], folders: dict[st
     facts = {
         each: describe_checkpoint(folders["llama"], device="cpu", kv_cache_dtype=each) for each in ("fp8", "float32")
     }
-    assert facts["float32"].kv_bytes_per_token == 4 * facts["fp8"].kv_bytes_per_token
-    assert "bytes, as float8_e4m3fn" in facts["fp8"].table()
+    assert facts["float32"]["kv_bytes_per_token"] == 4 * facts["fp8"]["kv_bytes_per_token"]
+    assert "bytes, as float8_e4m3fn" in checkpoint_table(facts["fp8"])
     llm = make("llama", draft="ngram")
     held = sum(cache.nbytes for pair in llm.engine.caches.kv for cache in pair)
     assert llm.engine.setup.cache_plan.kv_bytes == held

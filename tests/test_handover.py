@@ -143,7 +143,7 @@ def test_a_file_of_other_tokens_is_refused(engine: Callable[..., LLM], tmp_path:
     ours = engine("attention")
     say(ours, TOKENS)
     ours.export_prefix(TOKENS, tmp_path / "it")
-    layout = ours.engine.offload.handover.layout
+    layout = ours.engine.offload.handover._layout()
     prefix = read_prefix(tmp_path / "it", layout)
     write_prefix(tmp_path / "it", layout, replace(prefix, token_ids=prefix.token_ids[::-1].copy()))
     with pytest.raises(PrefixRefused, match="its key is not that of its tokens"):

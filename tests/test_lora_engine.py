@@ -19,7 +19,7 @@ from bateleur.runner import LLM, LoRARequest, RequestOutput, SamplingParams
 from bateleur.runner.assets import shipped_model
 from bateleur.runner.cli import generate, main
 from bateleur.runner.cli.options import build_parser
-from bateleur.runner.diagnose.checkpoint_facts import describe_checkpoint
+from bateleur.runner.diagnose.checkpoint_facts import checkpoint_table, describe_checkpoint
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 SIZES: dict[str, Any] = {
@@ -90,9 +90,9 @@ def test_info_counts_adapters(llama: Adapted) -> None:
             assert adapters is not None
             given = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 4, "dtype": "float32"} | options
             facts = describe_checkpoint(llama.checkpoint, device="cpu", **given)
-            assert facts.adapter_bytes == adapters.pool.num_bytes > 0
-            assert f"{facts.adapter_bytes:,} bytes" in facts.table()
-    assert describe_checkpoint(llama.checkpoint, device="cpu").adapter_bytes == 0
+            assert facts["adapter_bytes"] == adapters.pool.num_bytes > 0
+            assert f"{facts['adapter_bytes']:,} bytes" in checkpoint_table(facts)
+    assert describe_checkpoint(llama.checkpoint, device="cpu")["adapter_bytes"] == 0
 
 
 @pytest.mark.parametrize(

@@ -78,10 +78,10 @@ def test_info_says_what_a_running_request_holds(
     facts = describe_checkpoint(tiny_hybrid, dtype="float32", **settings)
     assert llm.engine.caches.pool is not None
     row = llm.cache_plan.costs.row_bytes
-    page, most = facts.states.mamba_page_bytes, facts.states.mamba_state_bytes_per_request
+    page, most = facts["mamba_page_bytes"], facts["mamba_state_bytes_per_request"]
     assert llm.engine.caches.pool.nbytes == page + row + most
     assert peak_pages(llm, monkeypatch) * page + row == most
-    assert facts.kv_bytes_per_token * 40 * 4 == llm.cache_plan.kv_bytes
+    assert facts["kv_bytes_per_token"] * 40 * 4 == llm.cache_plan.kv_bytes
 
 
 def weights_of(part: object, seen: set[int]) -> list[torch.Tensor]:
@@ -118,13 +118,13 @@ def test_info_counts_a_draft_head(
     weights = sum(weight.nbytes for weight in weights_of(drafting.drafter.head, shared))
     facts = describe_checkpoint(shipped_model(), dtype="float32", **settings)
     plain = describe_checkpoint(shipped_model(), dtype="float32", **SIZES)
-    assert facts.parts["draft head"].weight_bytes == weights
-    assert facts.weight_bytes == plain.weight_bytes + facts.parts["draft head"].weight_bytes
+    assert facts["parts"]["draft head"]["weight_bytes"] == weights
+    assert facts["weight_bytes"] == plain["weight_bytes"] + facts["parts"]["draft head"]["weight_bytes"]
     cells = llm.cache_plan.num_blocks * llm.cache_plan.block_size
     kv = sum(tensor.nbytes for pair in drafting.drafter.kv for tensor in pair)
-    assert (facts.kv_bytes_per_token - plain.kv_bytes_per_token) * cells == kv
+    assert (facts["kv_bytes_per_token"] - plain["kv_bytes_per_token"]) * cells == kv
     laws = drafting.drafter.inputs.logits
-    assert facts.drafts.draft_logits_bytes_per_request == (0 if laws is None else 3 * laws.lines[0].nbytes)
+    assert facts["draft_logits_bytes_per_request"] == (0 if laws is None else 3 * laws.lines[0].nbytes)
 
 
 @pytest.mark.parametrize("rule", ["coupled", "ratio", "block"])

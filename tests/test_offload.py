@@ -99,7 +99,7 @@ def test_host_memory_may_be_short_as_well(
 ) -> None:
     llm = sized(engine, 24, 2, kind=kind, kv_offload_bytes=60_000)
     tier = llm.engine.scheduler.prefixes.offload_tiers  # type: ignore[union-attr]
-    assert 4 < len(tier.blocks.host.rows) < 40  # type: ignore[union-attr]
+    assert 4 < len(tier.blocks.rows) < 40  # type: ignore[union-attr]
     for round_, each in enumerate(asked()):
         assert ids(llm.generate(*each)) == cold(kind)[round_], round_
     assert llm.get_metrics().offload.stored_bytes > 120_000  # type: ignore[union-attr]
@@ -139,11 +139,11 @@ def test_what_went_wrong_does_not_come_back(engine: Callable[..., LLM], sized: C
     llm.generate([{"prompt_token_ids": prompt["prompt_token_ids"][:9]}], one)
     for seed in (1, 2, 3):  # blocks shared with the failing request leave the device
         llm.generate(prompts(36, 20, seed=seed), one)
-    before = pages.host.used_bytes
+    before = pages._pool.num_cached
     (output,) = llm.generate([prompt], GREEDY)
     assert output.outputs[0].finish_reason == "error"
     assert output.num_cached_tokens == 8
-    assert pages.host.used_bytes < before
+    assert pages._pool.num_cached < before
     embedding[spoiled] = kept
     (output,) = llm.generate([prompt], GREEDY)
     assert (ids([output]), output.num_cached_tokens) == (clean, 0)

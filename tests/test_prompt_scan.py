@@ -13,7 +13,7 @@ from bateleur.cudagraph import CudaGraphMode, DispatchReason
 from bateleur.mamba import PromptScan
 from bateleur.mamba.ops import fla
 from bateleur.runner import LLM, SamplingParams
-from bateleur.runner.diagnose.checkpoint_facts import describe_checkpoint
+from bateleur.runner.diagnose.checkpoint_facts import checkpoint_table, describe_checkpoint
 from fla_double import Double
 
 MODELS = ["gated_delta", "kimi_delta"]
@@ -109,15 +109,15 @@ def test_info_tells_what_scans_and_why_nothing_else(
 ) -> None:
     folder, _ = recurrent("gated_delta")
     facts = describe_checkpoint(folder, device="cpu")
-    assert facts.kernels.prompt_scan == "own kernels; fla-core does not serve: it runs on CUDA, and the device is cpu"
-    assert f"delta-rule prompt scan     {facts.kernels.prompt_scan}" in facts.table()
-    assert describe_checkpoint(recurrent("mamba2")[0], device="cpu").kernels.prompt_scan is None
+    assert facts["prompt_scan"] == "own kernels; fla-core does not serve: it runs on CUDA, and the device is cpu"
+    assert f"delta-rule prompt scan     {facts['prompt_scan']}" in checkpoint_table(facts)
+    assert describe_checkpoint(recurrent("mamba2")[0], device="cpu")["prompt_scan"] is None
     monkeypatch.setattr(fla, "why_not", lambda *_: None)
     monkeypatch.setattr(fla, "version", lambda: "0.6.0")
     assert (
-        describe_checkpoint(folder, device="cpu").kernels.prompt_scan
+        describe_checkpoint(folder, device="cpu")["prompt_scan"]
         == "own kernels; fla-core 0.6.0 can be selected: prompt_scan"
     )
     monkeypatch.setattr(fla, "kernel", lambda per_channel: None)
-    told = describe_checkpoint(folder, device="cpu", prompt_scan="fla").kernels.prompt_scan
+    told = describe_checkpoint(folder, device="cpu", prompt_scan="fla")["prompt_scan"]
     assert told == "fla-core 0.6.0, own kernels in steps that keep a state inside a row"

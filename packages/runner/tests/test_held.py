@@ -13,7 +13,7 @@ from torch import Tensor
 
 from bateleur.runner.assets import shipped_model
 from bateleur.runner.checkpoint.open import load_model, open_checkpoint
-from bateleur.runner.diagnose.checkpoint_facts import describe_checkpoint
+from bateleur.runner.diagnose.checkpoint_facts import checkpoint_table, describe_checkpoint
 from bateleur.runner.distributed.ranks import Ranks
 from bateleur.runner.models.memory_report import packed_weight_bytes
 
@@ -58,26 +58,26 @@ def test_memory_of_weights_is_that_of_their_tensors(
         measured = in_memory(model)
         assert measured == predicted
         if rank == 0:
-            assert (facts.weight_bytes, facts.held_bytes) == (weights, measured)
+            assert (facts["weight_bytes"], facts["held_bytes"]) == (weights, measured)
 
 
 def test_info_tells_what_one_of_several_ranks_has() -> None:
     whole, half = (describe_checkpoint(shipped_model(), device="cpu", tensor_parallel_size=size) for size in (1, 2))
-    assert (whole.ranks, whole.sums, whole.sum_bytes_per_token) == (1, 0, 0)
-    assert half.ranks == 2
-    assert half.kv_bytes_per_token == whole.kv_bytes_per_token // 2
-    assert half.states.mamba_state_bytes == whole.states.mamba_state_bytes // 2
-    assert whole.parameters / 2 < half.parameters < whole.parameters
-    assert "numbers of the first of 2 ranks" in half.table()
-    assert f"all-reduces per step{half.sums:>23}, of {half.sum_bytes_per_token:,} bytes" in half.table()
-    assert "all-reduces" not in whole.table()
+    assert (whole["ranks"], whole["sums"], whole["sum_bytes_per_token"]) == (1, 0, 0)
+    assert half["ranks"] == 2
+    assert half["kv_bytes_per_token"] == whole["kv_bytes_per_token"] // 2
+    assert half["mamba_state_bytes"] == whole["mamba_state_bytes"] // 2
+    assert whole["parameters"] / 2 < half["parameters"] < whole["parameters"]
+    assert "numbers of the first of 2 ranks" in checkpoint_table(half)
+    assert f"all-reduces per step{half['sums']:>23}, of {half['sum_bytes_per_token']:,} bytes" in checkpoint_table(half)
+    assert "all-reduces" not in checkpoint_table(whole)
 
 
 def test_info_tells_what_one_of_data_parallel_ranks_has(tiny_checkpoint: Callable[..., tuple[Path, Any]]) -> None:
     """Some of the experts, and everything else."""
     folder, _ = tiny_checkpoint("nemotron_h-experts", **EVEN["nemotron_h-experts"])
     whole, half = (describe_checkpoint(folder, device="cpu", data_parallel_size=size) for size in (1, 2))
-    assert (half.ranks, half.sums) == (2, 0)
-    assert half.held_bytes < whole.held_bytes
-    kinds = {kind for kind in whole.parts if half.parts[kind].parameters < whole.parts[kind].parameters}
+    assert (half["ranks"], half["sums"]) == (2, 0)
+    assert half["held_bytes"] < whole["held_bytes"]
+    kinds = {kind for kind in whole["parts"] if half["parts"][kind]["parameters"] < whole["parts"][kind]["parameters"]}
     assert kinds == {"experts"}

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from bateleur.runner.cache.block_pool import BlockPool
 from bateleur.runner.offload.copies import Copies
-from bateleur.runner.offload.host_memory import HostMemory, OffloadedRows
+from bateleur.runner.offload.host_memory import OffloadedRows
 from bateleur.runner.offload.rows import PagedCache, PagedRows
 from bateleur.runner.offload.tier import HostTier
 from bateleur.runner.stats import OffloadStats
@@ -26,8 +26,7 @@ class Blocks:
         self.tensors = {name: torch.full(shape, float("nan")) for name, shape in shapes.items()}
         self.pool, rows = BlockPool(num_device + 1), PagedRows(self.tensors)
         self.stats = OffloadStats()
-        host = HostMemory(num_host, rows.num_bytes, CPU)
-        self.level = OffloadedRows(PagedCache(self.pool, rows), host, Copies(CPU, rows.num_bytes), self.stats)
+        self.level = OffloadedRows(PagedCache(self.pool, rows), num_host, Copies(CPU, rows.num_bytes), self.stats)
         self.tier = HostTier(self.level, None, self.stats)
         self.held: dict[bytes, int] = {}
 
@@ -95,7 +94,7 @@ def test_what_leaves_the_device_comes_back() -> None:
     for key in KEYS[:5]:
         blocks.leave(key)
     assert [blocks.use(key) for key in KEYS[5:8]] == ["computed"] * 3
-    size = blocks.level.host.rows.shape[1]
+    size = blocks.level.rows.shape[1]
     assert (blocks.stats.stored_bytes, blocks.stats.loaded_bytes) == (3 * size, 0)
     for key in KEYS[5:8]:
         blocks.leave(key)
@@ -138,7 +137,7 @@ def test_a_device_without_room_brings_nothing() -> None:
 
 
 def test_rows_in_use_stay() -> None:
-    host = HostMemory(2, 8, CPU)
+    host = Blocks(num_host=2).level
     rows = host.take(KEYS[:2])
     assert host.take(KEYS[2:3]) == []
     host.insert(KEYS[:2], rows)

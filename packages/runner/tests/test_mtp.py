@@ -346,18 +346,18 @@ def test_what_it_costs(made: Callable[[str], Made]) -> None:
     folder, _ = made("qwen3_5")
     without, facts = describe_checkpoint(folder), describe_checkpoint(folder, draft="mtp")
     head, target = opened(folder)
-    part = facts.parts["draft head"]
-    assert part.parameters == sum(weight.numel() for weight in head.weights().values())
-    assert part.layers == 1
-    assert without.model.unused_tensors == sum(
+    part = facts["parts"]["draft head"]
+    assert part["parameters"] == sum(weight.numel() for weight in head.weights().values())
+    assert part["layers"] == 1
+    assert without["unused_tensors"] == sum(
         1 for name in load_file(folder / "model.safetensors") if name.startswith("mtp.")
     )
-    assert facts.model.unused_tensors == 0
-    assert facts.kv_bytes_per_token == without.kv_bytes_per_token * 3 // 2, "the target has two such layers"
+    assert facts["unused_tensors"] == 0
+    assert facts["kv_bytes_per_token"] == without["kv_bytes_per_token"] * 3 // 2, "the target has two such layers"
     assert target.spec.attention[0].gated
-    routed = describe_checkpoint(made("qwen3_5 with experts")[0], draft="mtp").parts["draft head"]
+    routed = describe_checkpoint(made("qwen3_5 with experts")[0], draft="mtp")["parts"]["draft head"]
     spared = 4 * 3 * 24 * 40 * 4  # matrices of the four experts, of seven, that a token does not take
-    assert routed.active_bytes == routed.weight_bytes - spared
+    assert routed["active_bytes"] == routed["weight_bytes"] - spared
 
 
 def test_inside_a_larger_model(

@@ -21,7 +21,7 @@ from torch import Tensor
 from bateleur.metadata.native import unavailable_reason
 from bateleur.runner.checkpoint.open import describe_model, load_model, open_checkpoint
 from bateleur.runner.config.engine_config import QUANTIZATION_METHODS
-from bateleur.runner.diagnose.checkpoint_facts import describe_checkpoint
+from bateleur.runner.diagnose.checkpoint_facts import checkpoint_table, describe_checkpoint
 from bateleur.runner.diagnose.step_costs import default_cache_costs, step_costs
 from bateleur.runner.distributed.ranks import Ranks
 from bateleur.runner.models import HybridDecoder
@@ -491,19 +491,19 @@ def test_info_tells_schemes_bytes_and_kernels(folders: Callable[[str, str], Fold
     """Parameters are those of the plain model, and bytes those in memory."""
     quantised, plain = folders("qwen", "pack-quantized")
     facts, wanted = (describe_checkpoint(folder, device="cpu", draft="mtp") for folder in (quantised, plain))
-    assert {kind: part.parameters for kind, part in facts.parts.items()} == {
-        kind: part.parameters for kind, part in wanted.parts.items()
+    assert {kind: part["parameters"] for kind, part in facts["parts"].items()} == {
+        kind: part["parameters"] for kind, part in wanted["parts"].items()
     }
-    assert facts.parts["experts"].weight_bytes < 0.2 * wanted.parts["experts"].weight_bytes
+    assert facts["parts"]["experts"]["weight_bytes"] < 0.2 * wanted["parts"]["experts"]["weight_bytes"]
     kernel = "C, dequantised in registers" if unavailable_reason() is None else "torch, dequantised in tiles"
     told = f"INT4, groups of 16: {kernel}"
-    assert facts.kernels.quantized.keys() == {"delta", "attention", "experts"}
-    assert all(list(each) == [told] for each in facts.kernels.quantized.values())
+    assert facts["quantized"].keys() == {"delta", "attention", "experts"}
+    assert all(list(each) == [told] for each in facts["quantized"].values())
     model = loaded(quantised)
     held = sum(each.nbytes for name, each in model.weights().items() if name.rpartition(".")[2] in ("codes", "scales"))
-    assert sum(size for each in facts.kernels.quantized.values() for size in each.values()) == held
-    assert f"INT4, groups of 16: {kernel}" in facts.table()
-    assert not wanted.kernels.quantized
+    assert sum(size for each in facts["quantized"].values() for size in each.values()) == held
+    assert f"INT4, groups of 16: {kernel}" in checkpoint_table(facts)
+    assert not wanted["quantized"]
     foreseen = {
         name: sum(packed_change(part, torch.float32) for part in quantized_parts(each))
         for name, each in describe_model(open_checkpoint(quantised), torch.float32, "meta")[0].matrices.items()
@@ -512,7 +512,7 @@ def test_info_tells_schemes_bytes_and_kernels(folders: Callable[[str, str], Fold
     model.pack()
     after = weight_sizes(model.weights(), model.matrices)
     assert {name: after[name].num_bytes - before[name].num_bytes for name in foreseen} == foreseen
-    assert facts.held_bytes >= sum(each.num_bytes for each in after.values())
+    assert facts["held_bytes"] >= sum(each.num_bytes for each in after.values())
 
 
 def test_steps_read_quantised_bytes(folders: Callable[[str, str], Folders]) -> None:

@@ -109,7 +109,7 @@ def test_the_command_says_what_it_needs(monkeypatch: pytest.MonkeyPatch, capsys:
     assert "timeout_write is 5.0; it must be left out with replicas" in capsys.readouterr().err
     assert main(["serve", "--replicas", "3", "--max-replicas", "2"]) == 2
     assert "at least replicas = 3" in capsys.readouterr().err
-    monkeypatch.setattr("bateleur.runner.cli.serve.find_spec", lambda name: None if name == "ray" else name)
+    monkeypatch.setattr("bateleur.runner.cli.options.find_spec", lambda name: None if name == "ray" else name)
     assert main(["serve", "--replicas", "2"]) == 2
     assert "pip install 'bateleur-runner[ray]'" in capsys.readouterr().err
 
@@ -153,8 +153,8 @@ def test_an_interrupt_waits_until_ray_has_started(server: Any, monkeypatch: pyte
 @needs_ray
 def test_a_signal_ends_what_waits_and_interrupts_what_does_not(server: Any) -> None:
     before = signal.getsignal(signal.SIGINT)
-    with server._SignalHandler() as told:
-        told.wait(lambda: signal.raise_signal(signal.SIGINT))
+    with server._interruptible() as wait:
+        wait(lambda: signal.raise_signal(signal.SIGINT))
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
         assert signal.getsignal(signal.SIGINT) is signal.SIG_DFL

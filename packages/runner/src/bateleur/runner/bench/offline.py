@@ -1,13 +1,11 @@
 """`bateleur bench latency` and `bateleur bench throughput`: offline engines in interleaved rounds, on equal prompts."""
 
-from __future__ import annotations
-
 import os
 import platform
 import random
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
@@ -24,8 +22,7 @@ from bateleur.runner.errors import Unmeasured
 from bateleur.runner.utils.device import resolve_device
 
 _OURS = "bateleur"
-_READ_BYTES = {"cpu": 1 << 28, "cuda": 1 << 32}
-"""Size of the buffer that measures the memory bandwidth."""
+_READ_BYTES = {"cpu": 1 << 28, "cuda": 1 << 32}  # size of the buffer that measures the memory bandwidth
 _READ_PASSES = 4
 _COLUMNS = {
     "first_token_ms": ("first token", "{:.1f} ms"),
@@ -40,32 +37,27 @@ _COLUMNS = {
 
 @dataclass(frozen=True, slots=True)
 class BenchTarget:
-    """The checkpoint and engine options to measure. report: called with progress."""
+    """The checkpoint and engine options to measure."""
 
     model: Path
-    options: dict[str, Any]
-    """Options of `LLM`, as given."""
-    num_threads: int | None
-    """CPU threads of every engine; None is each engine's default."""
-    report: Callable[[str], None]
-    """Called with progress messages."""
+    options: dict[str, Any]  # options of `LLM`, as given
+    num_threads: int | None  # CPU threads of every engine; None is each engine's default
+    report: Callable[[str], None]  # called with progress messages
 
 
 class OfflineBench:
     """Runs tasks on bateleur and on the engines to compare with, and computes the bandwidth bound of a decode step.
 
-    max_model_len, max_num_seqs: defaults of the engine options of these names. Raises ValueError as `LLM` does, before
-    anything is loaded.
+    max_model_len, max_num_seqs: defaults of these engine options. Raises ValueError as `LLM` does.
     """
 
     def __init__(self, target: BenchTarget, max_model_len: int, max_num_seqs: int) -> None:
         options = {"max_model_len": max_model_len, "max_num_seqs": max_num_seqs, **target.options}
         config = EngineConfig.of(model=target.model, **options)
-        self._target = target
-        given = config.model
+        self._target, given = target, config.model
         self.checkpoint = open_checkpoint(target.model, given.hf_overrides, dequantize=given.dequantizes)
-        self.device = resolve_device(config.model.device)
-        self.dtype = resolve_dtype(config.model.dtype, self.checkpoint, self.device)
+        self.device = resolve_device(given.device)
+        self.dtype = resolve_dtype(given.dtype, self.checkpoint, self.device)
         self.kv_cache_dtype = str(config.cache.kv_cache_dtype)
         self.max_num_seqs: int = options["max_num_seqs"]
         self._settings = {
@@ -74,12 +66,10 @@ class OfflineBench:
             "dtype": str(self.dtype).removeprefix("torch."),
             "device": self.device.type,
             "num_threads": target.num_threads,
-            "max_model_len": options["max_model_len"],
-            "max_num_seqs": options["max_num_seqs"],
             "read_bytes": _READ_BYTES[self.device.type],
+            **{name: options[name] for name in ("max_model_len", "max_num_seqs")},
         }
-        self.skipped: dict[str, str] = {}
-        """Peers that did not start, with the error."""
+        self.skipped: dict[str, str] = {}  # peers that did not start, with the error
         self._reads: list[TaskRun] = []
 
     def random_prompts(self, lengths: list[int], seed: int) -> list[list[int]]:
@@ -88,69 +78,46 @@ class OfflineBench:
         low, high = (5, size - 8) if size > 32 else (1, size)
         return [[rng.randrange(low, high) for _ in range(length)] for length in lengths]
 
-    @contextmanager
-    def _engines(self, config: OfflineConfig) -> Iterator[list[EngineProcess]]:
-        """Load bateleur and the engines to compare with. Engines that fail to load are added to `skipped`."""
+    def measure(self, config: OfflineConfig, tasks: list[Task]) -> tuple[list[dict[str, TaskRuns]], dict[str, Any]]:
+        """Run all tasks on bateleur and the engines to compare with, and measure memory bandwidth.
+
+        Engines that fail to load are added to `skipped`. Returns the runs of each task, and the versions, by engine.
+        """
         with ExitStack() as stack:
             engines = []
             for name in (_OURS, *config.chosen_peers):
                 self._target.report(f"loading {name}")
                 python = str(config.vllm) if name == "vllm" else sys.executable
                 try:
-                    engine = EngineProcess(name, {**self._settings, "gguf": str(config.gguf)}, python)
+                    engines.append(EngineProcess(name, {**self._settings, "gguf": str(config.gguf)}, python))
+                    stack.callback(engines[-1].close)
                 except (Unmeasured, OSError) as error:
                     if name == _OURS:
                         raise
                     self.skipped[name] = str(error).strip().splitlines()[-1]
                     self._target.report(f"{name} is skipped: {self.skipped[name]}")
-                    continue
-                stack.callback(engine.close)
-                engines.append(engine)
-            yield engines
-
-    def measure(self, config: OfflineConfig, tasks: list[Task]) -> tuple[list[dict[str, TaskRuns]], dict[str, Any]]:
-        """Run all tasks on all engines, and measure memory bandwidth.
-
-        Returns the runs of each task by engine, and the engines' versions.
-        """
-        with self._engines(config) as engines, ExitStack() as stack:
             reader = EngineProcess("read", self._settings)
             stack.callback(reader.close)
-            self._target.report(f"{config.num_iters_warmup + config.num_iters} rounds")
+            warm_ups, rounds = config.num_iters_warmup, config.num_iters
+            self._target.report(f"{warm_ups + rounds} rounds")
             read = Task([], [_READ_PASSES])
             runs = run_interleaved(
-                engines,
-                tasks,
-                config.num_iters,
-                config.num_iters_warmup,
-                after_round=lambda: self._reads.append(run_task(reader, read)),
+                engines, tasks, rounds, warm_ups, after_round=lambda: self._reads.append(run_task(reader, read))
             )
             return runs, {engine.name: engine.facts.get("version") for engine in engines}
 
     def step_bound(self, batch: int, context: int) -> dict[str, float]:
-        """Return bytes and flops of a decode step without drafts, and its least time at the highest measured read
-        bandwidth.
-        """
-        spec = self.checkpoint.spec
+        """Return bytes and flops of a decode step without drafts, and its least time at the fastest measured read."""
+        spec, longest, dtype = self.checkpoint.spec, max(context + 1, 64), self.kv_cache_dtype
         model, _ = describe_model(self.checkpoint, self.dtype, "meta")
-        longest = max(context + 1, 64)
-        caches = default_cache_costs(spec, self.dtype, longest, self.device.type, kv_cache_dtype=self.kv_cache_dtype)
+        caches = default_cache_costs(spec, self.dtype, longest, self.device.type, kv_cache_dtype=dtype)
         step = total(step_costs(model, caches, batch, context))
         bandwidth = max(run.ids[0][0] / run.seconds for run in self._reads)
-        return {
-            "batch": batch,
-            "context": context,
-            "bytes": step.total_bytes,
-            "flops": step.flops,
-            "read_GB_per_s": bandwidth / 1e9,
-            "bound_us": step.bound_us(bandwidth),
-        }
+        costs = {"batch": batch, "context": context, "bytes": step.total_bytes, "flops": step.flops}
+        return costs | {"read_GB_per_s": bandwidth / 1e9, "bound_us": step.bound_us(bandwidth)}
 
     def result(self, command: str, rows: list[dict[str, Any]], **facts: Any) -> dict[str, Any]:
-        """Return the JSON object of a benchmark. `ratio`: bateleur's speed divided by that of another engine.
-
-        rows: one for each engine, bateleur's first. facts: further entries of the object.
-        """
+        """Return the JSON object of a benchmark. rows: one per engine, bateleur's first. facts: further entries."""
         load = f"load {os.getloadavg()[0]:.1f} of {os.cpu_count()} cores"
         machine = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else platform.machine()
         ours = rows[0].get("tokens_per_s")
@@ -171,10 +138,7 @@ class OfflineBench:
 
 
 def bench_latency(target: BenchTarget, config: LatencyConfig, command: str) -> dict[str, Any]:
-    """Measure one batch of equal requests: times to first token and per output token, against the bandwidth bound.
-
-    CPU time is measured, too, because it hardly depends on the load of the machine.
-    """
+    """Measure one batch of equal requests: times to first token and per output token, and CPU time per token."""
     count, longest = config.batch_size, config.input_len + config.output_len
     bench = OfflineBench(target, longest + 8, count)
     task = Task(bench.random_prompts([config.input_len] * count, 0), [config.output_len] * count)
@@ -183,23 +147,17 @@ def bench_latency(target: BenchTarget, config: LatencyConfig, command: str) -> d
 
     def figures(name: str, runs: TaskRuns) -> dict[str, float]:
         per_token = (runs.seconds - first[name].seconds) / (config.output_len - 1)
-        return {
-            "first_token_ms": 1e3 * first[name].seconds,
-            "per_token_ms": 1e3 * per_token,
-            "cpu_per_token_ms": 1e3 * (runs.cpu_seconds - first[name].cpu_seconds) / (config.output_len - 1),
-            "tokens_per_s": count / per_token,
-            "of_bound": step["bound_us"] / (1e6 * per_token),
-        }
+        cpu_per_token = (runs.cpu_seconds - first[name].cpu_seconds) / (config.output_len - 1)
+        times = {"first_token": first[name].seconds, "per_token": per_token, "cpu_per_token": cpu_per_token}
+        bound = {"tokens_per_s": count / per_token, "of_bound": step["bound_us"] / (1e6 * per_token)}
+        return {f"{kind}_ms": 1e3 * seconds for kind, seconds in times.items()} | bound
 
     sizes = {"input_len": config.input_len, "output_len": config.output_len, "batch_size": count}
     return bench.result(command, _rows(whole, task, figures), versions=versions, **sizes, step=step)
 
 
 def bench_throughput(target: BenchTarget, config: ThroughputConfig, command: str) -> dict[str, Any]:
-    """Measure requests of random lengths.
-
-    The result has output tokens and requests per second, relative also to the bandwidth bound of a full batch.
-    """
+    """Measure output tokens and requests per second for requests of random lengths."""
     rng, spread = random.Random(config.seed), config.random_range_ratio
 
     def random_lengths(mean: int) -> list[int]:
@@ -225,10 +183,7 @@ def bench_throughput(target: BenchTarget, config: ThroughputConfig, command: str
 def _rows(
     whole: dict[str, TaskRuns], task: Task, figures: Callable[[str, TaskRuns], dict[str, float]]
 ) -> list[dict[str, Any]]:
-    """Return a result row per engine: its figures, or a `fault` if its tokens are wrong or mostly unlike bateleur's.
-
-    whole: runs of the task by engine. figures: computes the figures of an engine's runs.
-    """
+    """Return a result row per engine: its figures, or a `fault` if its tokens are wrong or mostly unlike bateleur's."""
     rows: list[dict[str, Any]] = []
     for name, runs in whole.items():
         same, fault = sum(a == b for a, b in zip(runs.ids, whole[_OURS].ids, strict=True)), runs.fault(task)
@@ -250,9 +205,7 @@ def offline_table(result: dict[str, Any]) -> str:
         cells = "".join(f"{_COLUMNS[name][1].format(row[name]) if name in row else '':>14}" for name in columns)
         lines.append(f"{row['engine']:<14}{same:>12}{'  ' + row['fault'] if 'fault' in row else cells}")
     lines += [f"{name:<14}skipped: {why}" for name, why in result["skipped"].items()]
-    moved, rate = f"{step['bytes'] / 1e6:,.1f} MB", f"{step['read_GB_per_s']:.1f} GB/s"
-    lines.append(
-        f"bound: a step of {step['batch']} at {step['context']:,} tokens moves {moved}; "
-        f"reading them at {rate} takes {step['bound_us']:,.0f} us"
-    )
+    moved = f"a step of {step['batch']} at {step['context']:,} tokens moves {step['bytes'] / 1e6:,.1f} MB"
+    read = f"reading them at {step['read_GB_per_s']:.1f} GB/s takes {step['bound_us']:,.0f} us"
+    lines.append(f"bound: {moved}; {read}")
     return "\n".join(lines) + "\n"

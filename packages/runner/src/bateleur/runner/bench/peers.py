@@ -4,8 +4,6 @@
 are loaded, one runs at a time, and each runs every task once per round.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shlex
@@ -14,100 +12,81 @@ import socket
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
-import urllib.error
 import urllib.request
-from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from threading import Thread
-from typing import Any
+from typing import IO, Any, Self, cast
 
 from bateleur.runner.bench import worker
 from bateleur.runner.errors import Unmeasured
 
 _VLLM_ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_LOGGING_LEVEL": "ERROR"}
 """Environment of vLLM's processes. A KV cache of 2 GiB is enough for these measurements."""
-_LOG_CHARS = 2000
-"""Characters of a server's log that an error message quotes."""
+_LOG_CHARS = 2000  # characters of a server's log that an error message quotes
 
 
 class EngineProcess:
     """An offline engine in its own process (`bateleur.runner.bench.worker`), loaded when the constructor returns.
 
-    name: a key of `worker.ENGINES`. settings: options, as the worker takes them. python: the interpreter, whose
-    environment has the engine.
-
-    Raises Unmeasured with the last 8 lines of stderr if the process ends early.
+    name: a key of `worker.ENGINES`. settings: options, as the worker takes them. python: an interpreter whose
+    environment has the engine. Raises Unmeasured with the last 8 lines of stderr if the process ends early.
     """
 
     def __init__(self, name: str, settings: dict[str, Any], python: str = sys.executable) -> None:
         self.name = name
         environment = {**_VLLM_ENVIRONMENT, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"} if name == "vllm" else {}
-        if name == "vllm" and (threads := settings.get("num_threads")):  # else vLLM pins a thread to every core
+        if environment and (threads := settings.get("num_threads")):  # else vLLM pins a thread to every core
             environment |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(threads)}
+        self._log = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 (until `close`)
+        command = [*_env(environment), python, str(Path(worker.__file__)), name, json.dumps(settings)]
         self._process = subprocess.Popen(
-            [*_env(environment), python, str(Path(worker.__file__)), name, json.dumps(settings)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True
         )
-        self._stderr: deque[str] = deque(maxlen=8)
-        self._reader = Thread(target=self._read_stderr, daemon=True)
-        self._reader.start()
+        self._stdin, self._stdout = cast(IO[str], self._process.stdin), cast(IO[str], self._process.stdout)
         self.facts: dict[str, Any] = self._read_reply("ready ")
 
     def request(self, message: dict[str, Any]) -> dict[str, Any]:
         """Send one line to the worker and return its reply."""
-        assert self._process.stdin is not None
         try:
-            self._process.stdin.write(json.dumps(message) + "\n")
-            self._process.stdin.flush()
+            self._stdin.write(json.dumps(message) + "\n")
+            self._stdin.flush()
         except BrokenPipeError:
             raise self._ended() from None
         return self._read_reply("done ")
 
     def close(self) -> None:
         """Close stdin, so that the worker exits; kill the process after 30 seconds."""
-        streams = self._process.stdin, self._process.stdout, self._process.stderr
-        assert streams[0] is not None
-        with suppress(BrokenPipeError):
-            streams[0].close()
-        try:
-            self._process.wait(30)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        self._reader.join(5)
-        for stream in streams:
-            if stream is not None:
-                stream.close()
+        self._stop()
+        self._log.close()
 
-    def _read_stderr(self) -> None:
-        assert self._process.stderr is not None
-        self._stderr.extend(self._process.stderr)
+    def _stop(self) -> None:
+        with suppress(BrokenPipeError):
+            self._stdin.close()
+        _wait_or(self._process.kill, self._process, 30)
+        self._stdout.close()
 
     def _read_reply(self, prefix: str) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        for line in self._process.stdout:  # libraries print other lines in between
+        for line in self._stdout:  # libraries print other lines in between
             if line.startswith(prefix):
                 reply: dict[str, Any] = json.loads(line.removeprefix(prefix))
                 return reply
         raise self._ended()
 
     def _ended(self) -> Unmeasured:
-        self.close()
-        return Unmeasured(f"{self.name} ended with {self._process.returncode}: {''.join(self._stderr).strip()}")
+        self._stop()
+        self._log.seek(0)
+        lines = "".join(self._log.readlines()[-8:]).strip()
+        self._log.close()
+        return Unmeasured(f"{self.name} ended with {self._process.returncode}: {lines}")
 
 
 def run_script(python: str, script: Path, *arguments: str) -> str:
-    """Run a script in another environment and return its stdout. Raises CalledProcessError if it fails.
-
-    Python gets -P so that modules in the script's folder can't hide those of the environment.
-    """
+    """Run a script in another environment and return its stdout. Raises CalledProcessError if it fails."""
+    # -P: modules in the script's folder can't hide those of the environment.
     command = [*_env(_VLLM_ENVIRONMENT), python, "-P", str(script), *arguments]
     return subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True).stdout
 
@@ -122,76 +101,73 @@ class ServerProcess:
     log: Path | None = None
 
     @classmethod
-    def start(cls, name: str, command: list[str], logs: Path) -> ServerProcess:
+    def start(cls, name: str, command: list[str], logs: Path) -> Self:
         """Run a server command on a free local port, with its output in `logs`."""
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         log = logs / f"{name}.log"
         with log.open("wb") as file:
-            process = subprocess.Popen(
-                [*command, "--host", "127.0.0.1", "--port", str(port)], stdout=file, stderr=file, start_new_session=True
-            )
+            line = [*command, "--host", "127.0.0.1", "--port", str(port)]
+            process = subprocess.Popen(line, stdout=file, stderr=file, start_new_session=True)
         return cls(name, f"http://127.0.0.1:{port}", process, log)
 
-    def wait_until_healthy(self, timeout: float = 600.0) -> float:
-        """Poll /health and return the seconds until it answered. Raises Unmeasured if the server does not start."""
+    def wait_until_healthy(self) -> float:
+        """Poll /health and return the seconds until it answered. Raises Unmeasured if it does not in 10 minutes."""
         began = time.perf_counter()
-        while time.perf_counter() - began < timeout and (self.process is None or self.process.poll() is None):
+        while time.perf_counter() - began < 600.0 and (self.process is None or self.process.poll() is None):
             try:
                 with urllib.request.urlopen(f"{self.url}/health", timeout=10):
                     return time.perf_counter() - began
-            except (urllib.error.URLError, OSError):
+            except OSError:
                 if self.process is None:
                     raise Unmeasured(f"{self.url} does not answer /health") from None
                 time.sleep(0.1)
         log = "" if self.log is None else self.log.read_text(errors="replace")[-_LOG_CHARS:]
         raise Unmeasured(f"{self.name} did not start; the end of its log: {log}")
 
-    def pause(self) -> None:
-        """Stop all processes of the server, because an idle server may still use the processor."""
-        self._signal(signal.SIGSTOP)
-
-    def resume(self) -> None:
-        """Continue the processes of the server after `pause`."""
-        self._signal(signal.SIGCONT)
+    def signal(self, number: signal.Signals) -> None:
+        """Send a signal to all processes of the server. SIGSTOP pauses it: idle servers may use the processor."""
+        if self.process is not None and self.process.poll() is None:
+            os.killpg(self.process.pid, number)
 
     def close(self) -> None:
         """Terminate the server; kill it after 60 seconds."""
         if self.process is None:
             return
-        self.resume()
+        self.signal(signal.SIGCONT)
         self.process.terminate()
-        try:
-            self.process.wait(60)
-        except subprocess.TimeoutExpired:
-            self._signal(signal.SIGKILL)
-            self.process.wait()
-
-    def _signal(self, number: signal.Signals) -> None:
-        if self.process is not None and self.process.poll() is None:
-            os.killpg(self.process.pid, number)
+        _wait_or(lambda: self.signal(signal.SIGKILL), self.process, 60)
 
 
 def bateleur_command(model: Path, options: dict[str, Any], arguments: str) -> list[str]:
     """Return the command line of `bateleur serve` with these options of `LLM` and further arguments."""
-    flags: list[str] = []
-    for name, value in options.items():
-        flag = f"--{name.replace('_', '-')}"
-        if value is False:
-            flags.append(flag.replace("--", "--no-", 1))
-        else:
-            flags += [flag] if value is True else [flag, str(value)]
-    return [sys.executable, "-m", "bateleur.runner", "serve", str(model), *flags, *shlex.split(arguments)]
+    command = [sys.executable, "-m", "bateleur.runner", "serve", str(model)]
+    return [*command, *_flags(options), *shlex.split(arguments)]
 
 
 def vllm_command(python: Path, model: Path, options: dict[str, Any], arguments: str) -> list[str]:
     """Return the command line of vLLM's server with the options that both engines share, and further arguments."""
-    shared = [name for name in ("dtype", "max_model_len", "max_num_seqs") if name in options]
-    flags = [part for name in shared for part in (f"--{name.replace('_', '-')}", str(options[name]))]
-    module = ["-m", "vllm.entrypoints.openai.api_server"]
-    command = [str(python), *module, "--model", str(model), *flags, *shlex.split(arguments)]
-    return [*_env(_VLLM_ENVIRONMENT), *command]
+    shared = {name: each for name, each in options.items() if name in ("dtype", "max_model_len", "max_num_seqs")}
+    command = [str(python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
+    return [*_env(_VLLM_ENVIRONMENT), *command, *_flags(shared), *shlex.split(arguments)]
+
+
+def _flags(options: dict[str, Any]) -> list[str]:
+    flags: list[str] = []
+    for name, value in options.items():
+        flag = name.replace("_", "-")
+        flags += [f"--no-{flag}"] if value is False else [f"--{flag}", *([] if value is True else [str(value)])]
+    return flags
+
+
+def _wait_or(kill: Callable[[], object], process: subprocess.Popen[Any], seconds: float) -> None:
+    """Wait for the end of a process. Kill it after so many seconds."""
+    try:
+        process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        kill()
+        process.wait()
 
 
 def _env(variables: dict[str, str]) -> list[str]:
@@ -208,9 +184,9 @@ class Task:
     prompts: TokenIds
     tokens: list[int]
 
-    def first_token_only(self) -> Task:
+    def first_token_only(self) -> Self:
         """The same prompts with one output token each."""
-        return Task(self.prompts, [1] * len(self.prompts))
+        return type(self)(self.prompts, [1] * len(self.prompts))
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,8 +194,7 @@ class TaskRun:
     """Time and output token ids of one run of a task."""
 
     seconds: float
-    cpu_seconds: float
-    """CPU time of all threads of the process."""
+    cpu_seconds: float  # CPU time of all threads of the process
     ids: TokenIds
 
 
@@ -264,10 +239,7 @@ def run_interleaved(
     warm_ups: int,
     after_round: Callable[[], object] = lambda: None,
 ) -> list[dict[str, TaskRuns]]:
-    """Run every task on every engine in each round, starting each round with the next engine.
-
-    Returns for each task its runs by engine name, without the warm-up rounds.
-    """
+    """Run every task on every engine in each round. Returns for each task its runs by engine, without the warm-ups."""
     found = [{engine.name: TaskRuns() for engine in engines} for _ in tasks]
     for index in range(warm_ups + rounds):
         start = index % len(engines)

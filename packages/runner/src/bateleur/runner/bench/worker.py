@@ -8,8 +8,6 @@ each input line it prints "done " and {"seconds": ..., "cpu_seconds": ..., "ids"
 ignored.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys
@@ -18,18 +16,22 @@ from collections.abc import Callable
 from typing import Any
 
 TokenIds = list[list[int]]
-Generate = Callable[[TokenIds, list[int]], TokenIds]
-"""Generates for prompts so many tokens each."""
+Generate = Callable[[TokenIds, list[int]], TokenIds]  # generates for prompts so many tokens each
+
+
+def _torch(settings: dict[str, Any]) -> Any:
+    import torch
+
+    if settings.get("num_threads"):
+        torch.set_num_threads(settings["num_threads"])
+    return torch
 
 
 def bateleur(settings: dict[str, Any]) -> tuple[Generate, dict[str, Any]]:
     """Load bateleur's `LLM` with all given options."""
-    import torch
-
     from bateleur.runner import LLM, SamplingParams
 
-    if settings.get("num_threads"):
-        torch.set_num_threads(settings["num_threads"])
+    torch = _torch(settings)
     llm = LLM(settings["model"], **settings["options"])
 
     def generate(prompts: TokenIds, tokens: list[int]) -> TokenIds:
@@ -41,30 +43,21 @@ def bateleur(settings: dict[str, Any]) -> tuple[Generate, dict[str, Any]]:
 
 def transformers(settings: dict[str, Any]) -> tuple[Generate, dict[str, Any]]:
     """Load a transformers model. It runs one static batch, padded on the left, until the longest request ends."""
-    import torch
     import transformers as library
 
-    if settings.get("num_threads"):
-        torch.set_num_threads(settings["num_threads"])
+    torch = _torch(settings)
     library.logging.set_verbosity_error()
-    dtype = getattr(torch, settings["dtype"])
     load = library.AutoModelForCausalLM.from_pretrained
-    model = load(settings["model"], dtype=dtype).to(settings["device"]).eval()
+    model = load(settings["model"], dtype=getattr(torch, settings["dtype"])).to(settings["device"]).eval()
 
     def generate(prompts: TokenIds, tokens: list[int]) -> TokenIds:
         width, longest = max(map(len, prompts)), max(tokens)
         ids = torch.tensor([[0] * (width - len(each)) + each for each in prompts])
         mask = torch.tensor([[0] * (width - len(each)) + [1] * len(each) for each in prompts])
         with torch.no_grad():
-            out = model.generate(
-                ids.to(model.device),
-                attention_mask=mask.to(model.device),
-                max_new_tokens=longest,
-                min_new_tokens=longest,
-                do_sample=False,
-                repetition_penalty=1.0,
-                pad_token_id=0,
-            )
+            lengths = {"max_new_tokens": longest, "min_new_tokens": longest}
+            greedy = {"do_sample": False, "repetition_penalty": 1.0, "pad_token_id": 0}
+            out = model.generate(ids.to(model.device), attention_mask=mask.to(model.device), **lengths, **greedy)
         return [row[width : width + count].tolist() for row, count in zip(out, tokens, strict=True)]
 
     return generate, {"version": f"transformers {library.__version__}"}
@@ -114,14 +107,8 @@ def llama_cpp(settings: dict[str, Any]) -> tuple[Generate, dict[str, Any]]:
 
 
 def read(settings: dict[str, Any]) -> tuple[Generate, dict[str, Any]]:
-    """Measure memory bandwidth: sum a buffer of `read_bytes` bytes, tokens[0] times.
-
-    In place of token ids it returns the number of bytes read.
-    """
-    import torch
-
-    if settings.get("num_threads"):
-        torch.set_num_threads(settings["num_threads"])
+    """Measure memory bandwidth: sum `read_bytes` bytes, tokens[0] times. Returns the bytes read in place of ids."""
+    torch = _torch(settings)
     device = torch.device(settings["device"])
     memory = torch.ones(settings["read_bytes"] // 4, device=device)
 

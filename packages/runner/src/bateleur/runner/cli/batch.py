@@ -30,25 +30,21 @@ _DIGEST_OPTIONS = (
 )
 """Options other than the model that may change a result. A result is reused only if they are equal."""
 
-Result = tuple[int, dict[str, Any], str | None]
-"""Line number, result record, and error message if the request failed."""
+Result = tuple[int, dict[str, Any], str | None]  # line number, result record, and error message if the request failed
 RunRequests = Callable[[RequestFile, Callable[[int], bool], int], Iterator[Result]]
 """run(requests, has_result, count): yields the results of the `count` lines for which `has_result` is False."""
 
 
 def run_file(args: argparse.Namespace, native: NativeFormat, batch: OpenAIBatchFormat, run: RunRequests) -> int:
-    """Run the requests that have no result yet, and sort the results. Returns exit code 1 if any failed, else 0.
-
-    run: yields each result when its request ends; called only if there are requests to run.
-    """
-    engine = {"model": _model_config(args), **given_options(args, _DIGEST_OPTIONS)}
+    """Run the requests that have no result yet, and sort the results. Returns exit code 1 if any failed, else 0."""
+    config = (args.model or shipped_model()) / "config.json"
+    contents = config.read_text("utf-8", "replace") if config.is_file() else None
+    engine = {"model": contents, **given_options(args, _DIGEST_OPTIONS)}
     with closing(RequestFile(args.prompt_file, native, batch, engine)) as requests:
         results, lines = StdoutResults(), args.output
-        if lines is not None and is_parquet(
-            lines
-        ):  # Parquet cannot be appended to: collect JSON lines in a file next to it
-            lines = lines.with_name(f"{lines.name}.jsonl")
         if lines is not None:
+            if is_parquet(lines):  # Parquet cannot be appended to: collect JSON lines in a file next to it
+                lines = lines.with_name(f"{lines.name}.jsonl")
             results = ResultFile(lines, args.prompt_file, overwrite=args.overwrite)
         with closing(results):
             requests.scan(results.folder)
@@ -57,11 +53,6 @@ def run_file(args: argparse.Namespace, native: NativeFormat, batch: OpenAIBatchF
             with name_in_errors(args.output):
                 write_parquet(lines, args.output)
         return status
-
-
-def _model_config(args: argparse.Namespace) -> str | None:
-    config = (args.model or shipped_model()) / "config.json"
-    return config.read_text("utf-8", "replace") if config.is_file() else None
 
 
 def _run(args: argparse.Namespace, requests: RequestFile, results: StdoutResults, run: RunRequests) -> int:
@@ -95,8 +86,8 @@ def run_locally(
 ) -> Iterator[Result]:
     """Run the requests on an engine of this process, and yield each result when its request ends.
 
-    has: returns whether a line has a result already. count: number of lines without one. open_llm: loads the engine;
-    called at the first valid request. adapters: folders of LoRA adapters by name.
+    has: whether a line has a result already. count: number of lines without one. open_llm: loads the engine; called at
+    the first valid request. adapters: folders of LoRA adapters by name.
     """
     remaining, line_format = requests.remaining(has), requests.format
     for request in remaining:
@@ -106,24 +97,12 @@ def run_locally(
         yield failed_result(line_format, request, request.error)
     else:
         return
-    llm = open_llm()
-    window, rate = _RequestWindow(llm, line_format, adapters), DecodeRate(llm)
+    window = _RequestWindow(open_llm(), line_format, adapters)
     with tqdm(total=count, unit="request", disable=None) as bar:
-        for result in _run_all(window, chain([request], remaining), rate):
+        for result in window.run(chain([request], remaining)):
             yield result
             bar.update(1)
-    print_status(rate.summary())
-
-
-def _run_all(window: _RequestWindow, requests: Iterator[LineRequest], rate: DecodeRate) -> Iterator[Result]:
-    for request in requests:
-        yield from window.add(request)
-        while window.full:
-            yield from window.step()
-            rate.end_step()
-    while window:
-        yield from window.step()
-        rate.end_step()
+    print_status(window.rate.summary())
 
 
 def failed_result(line_format: LineFormat, request: LineRequest, error: str) -> Result:
@@ -153,19 +132,19 @@ class _RequestWindow:
     """The requests of the file that are in the engine: up to 2 * max_num_seqs, so that its queue never runs empty."""
 
     def __init__(self, llm: LLM, line_format: LineFormat, adapters: Mapping[str, str]) -> None:
-        self._llm, self._format, self._adapters = llm, line_format, adapters
+        self._llm, self._format, self._adapters, self.rate = llm, line_format, adapters, DecodeRate(llm)
         self._running: dict[str, tuple[LineRequest, list[RequestOutput | None], int]] = {}
         """By request id of the engine: the line, the outputs of all its prompts, and the index of this prompt."""
 
-    def __len__(self) -> int:
-        return len(self._running)
+    def run(self, requests: Iterator[LineRequest]) -> Iterator[Result]:
+        for request in requests:
+            yield from self._add(request)
+            while len(self._running) >= 2 * self._llm.limits.max_num_seqs:
+                yield from self._step()
+        while self._running:
+            yield from self._step()
 
-    @property
-    def full(self) -> bool:
-        """Whether the next request must wait, because the engine has enough requests."""
-        return len(self) >= 2 * self._llm.limits.max_num_seqs
-
-    def add(self, request: LineRequest) -> Iterator[Result]:
+    def _add(self, request: LineRequest) -> Iterator[Result]:
         """Add all prompts of a request to the engine, or none of them and yield its error."""
         api_request = request.api_request
         if api_request is None:
@@ -175,8 +154,7 @@ class _RequestWindow:
         try:
             for prompt, params in self._format.engine_inputs(api_request, self._llm.tokenizer):
                 adapter = adapter_of(self._adapters, api_request.model)
-                priority = api_request.priority
-                ids.append(self._llm.add_request(prompt, params, priority=priority, lora_request=adapter))
+                ids.append(self._llm.add_request(prompt, params, priority=api_request.priority, lora_request=adapter))
         except ValueError as error:
             for each in ids:
                 self._llm.abort(each)
@@ -185,7 +163,7 @@ class _RequestWindow:
             outputs: list[RequestOutput | None] = [None] * len(ids)
             self._running |= {each: (request, outputs, i) for i, each in enumerate(ids)}
 
-    def step(self) -> Iterator[Result]:
+    def _step(self) -> Iterator[Result]:
         """Run one engine step and yield the results of requests whose last prompt has ended."""
         for output in self._llm.step():
             request, outputs, index = self._running.pop(output.request_id)
@@ -193,3 +171,4 @@ class _RequestWindow:
             ended = [each for each in outputs if each is not None]
             if len(ended) == len(outputs):
                 yield ended_result(self._format, request, ended, self._llm.tokenizer)
+        self.rate.end_step()

@@ -20,15 +20,11 @@ def print_status(text: str) -> None:
     print(f"bateleur: {text}", file=sys.stderr, flush=True)
 
 
-class _StatusHandler(logging.Handler):
-    def emit(self, record: logging.LogRecord) -> None:
-        print_status(record.getMessage())
-
-
 @contextmanager
 def announcing_compilation() -> Iterator[None]:
     """Print to stderr when C kernels are compiled, which happens once per machine and takes seconds."""
-    logger, handler = logging.getLogger("bateleur.metadata.native"), _StatusHandler()
+    logger, handler = logging.getLogger("bateleur.metadata.native"), logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("bateleur: %(message)s"))
     level = logger.level
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
@@ -95,9 +91,7 @@ class DecodeRate:
     """Decode rate in tokens per second. Counts from the first token on, after compilation, warm-up and first prompt."""
 
     def __init__(self, llm: LLM) -> None:
-        self._llm = llm
-        self._began = 0.0
-        self._num_first_tokens = 0
+        self._llm, self._began, self._num_first_tokens = llm, 0.0, 0
 
     def end_step(self) -> None:
         """Record the end of a step. The first step with tokens starts the clock."""
@@ -107,8 +101,7 @@ class DecodeRate:
     def summary(self) -> str:
         """Return a summary: tokens, rate, tokens per step, acceptance rates. Call it right after the last step."""
         stats = self._llm.get_metrics()
-        count = stats.num_emitted_tokens
-        parts = [f"{count} tokens"]
+        parts = [f"{(count := stats.num_emitted_tokens)} tokens"]
         if count > self._num_first_tokens:
             rate = (count - self._num_first_tokens) / (time.perf_counter() - self._began)
             parts.append(f"{rate:.1f} tokens/s")

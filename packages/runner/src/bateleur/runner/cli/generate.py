@@ -5,23 +5,16 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
 from bateleur.runner.assets import default_drafts, shipped_model
+from bateleur.runner.cli import options
 from bateleur.runner.cli.batch import Result, RunRequests, adapter_of, run_file, run_locally
 from bateleur.runner.cli.console import DecodeRate, print_graph_costs, print_status, write_text
 from bateleur.runner.cli.line_formats import NativeFormat, OpenAIBatchFormat
-from bateleur.runner.cli.options import (
-    ENGINE_OPTIONS,
-    FALLBACK_SAMPLING,
-    SAMPLING_DEFAULTS,
-    check_num_threads,
-    given_options,
-    is_follower_rank,
-)
+from bateleur.runner.cli.options import ENGINE_OPTIONS, given_options
 from bateleur.runner.cli.request_file import RequestFile
 from bateleur.runner.generation_config import recommended_sampling
 from bateleur.runner.replicas.config import ReplicaConfig
@@ -38,51 +31,41 @@ def run(args: argparse.Namespace) -> int:
     """Check all arguments before torch and the model are loaded; then generate."""
     if (args.prompt is None) == (args.prompt_file is None):
         raise ValueError("give either a prompt or --prompt-file")
-    check_num_threads(args)
-    recommended = recommended_sampling(
-        args.model or shipped_model(),
-        getattr(args, "generation_config", "auto"),
-        getattr(args, "override_generation_config", None),
-    )
-    defaults = SAMPLING_DEFAULTS | (recommended or FALLBACK_SAMPLING) | given_options(args, SamplingParams.names())
+    options.check_num_threads(args)
+    source, override = getattr(args, "generation_config", "auto"), getattr(args, "override_generation_config", None)
+    recommended = recommended_sampling(args.model or shipped_model(), source, override)
+    given = given_options(args, SamplingParams.names())
+    defaults = options.SAMPLING_DEFAULTS | (recommended or options.FALLBACK_SAMPLING) | given
     params = SamplingParams.from_dict(defaults)
     if args.overwrite and args.output is None:
         raise ValueError("--overwrite needs --output")
     adapters = _adapters(args)
-    if is_follower_rank(args):
+    if options.is_follower_rank(args):
         _open(args)
     if args.prompt_file is not None:
-        explicit = {"seed": defaults["seed"], **recommended, **given_options(args, SamplingParams.names())}
         parsers = ParserOptions(**given_options(args, ParserOptions))
         names = served_names(args.model, args.served_model_name)
-        native = NativeFormat(defaults, (*names, *adapters))
-        batch = OpenAIBatchFormat(explicit, names, parsers, adapters)
-        return run_file(args, native, batch, _request_runner(args, adapters))
+        batch = OpenAIBatchFormat({"seed": defaults["seed"], **recommended, **given}, names, parsers, adapters)
+        return run_file(args, NativeFormat(defaults, (*names, *adapters)), batch, _request_runner(args, adapters))
     if args.output is not None:
         raise ValueError("--output needs --prompt-file; the text of a single prompt goes to stdout")
     for name in ("logprob_token_ids", "logprobs", "prompt_logprobs"):
         if getattr(params, name) is not None:
-            flag = name.replace("_", "-")
-            raise ValueError(f"--{flag} needs --prompt-file; for a single prompt only the text is printed")
+            flag = f"--{name.replace('_', '-')}"
+            raise ValueError(f"{flag} needs --prompt-file; for a single prompt only the text is printed")
     if len(adapters) > 1:
         refuse("lora_modules", list(adapters), "one adapter for a single prompt")
     return _stream(args, params, adapters)
 
 
-def batch(args: argparse.Namespace) -> int:
-    """Run `bateleur batch`: a file of requests on one engine or on replicas."""
-    args.prompt = None
-    return run(args)
-
-
 def _adapters(args: argparse.Namespace) -> dict[str, str]:
     """Return the folders of the LoRA adapters of --lora-modules, by name."""
     modules = ServeConfig(**given_options(args, ("lora_modules",))).lora_modules
-    if modules and not given_options(args, ("enable_lora",)).get("enable_lora"):
+    if modules and not getattr(args, "enable_lora", False):
         refuse("lora_modules", modules, "left out without enable_lora")
-    names = [name for name, _ in modules]
-    for name in names:
-        if names.count(name) > 1 or name in served_names(args.model, args.served_model_name):
+    names = [*served_names(args.model, args.served_model_name), *(name for name, _ in modules)]
+    for name, _ in modules:
+        if names.count(name) > 1:
             refuse("lora_modules", modules, f"a name for each adapter that no other model has; {name!r} is taken")
     return dict(modules)
 
@@ -94,8 +77,7 @@ def _request_runner(args: argparse.Namespace, adapters: Mapping[str, str]) -> Ru
         return partial(run_locally, open_llm=lambda: _open(args), adapters=adapters)
     if adapters:
         refuse("lora_modules", list(adapters), "left out with replicas, which do not load adapters together")
-    if find_spec("ray") is None:
-        raise ValueError("--replicas needs ray, which is not installed: pip install 'bateleur-runner[ray]'")
+    options.check_ray()
     if args.prompt_file == "-":
         refuse("input", "-", "a file if --replicas is given: each replica reads it")
 
@@ -105,8 +87,7 @@ def _request_runner(args: argparse.Namespace, adapters: Mapping[str, str]) -> Ru
         from bateleur.runner.replicas.application import DeploymentPlan
 
         engine = {"model": args.model, **_engine_options(args)}
-        threads = getattr(args, "num_threads", None)
-        plan = DeploymentPlan(engine=engine, replicas=replicas, num_threads=threads)
+        plan = DeploymentPlan(engine=engine, replicas=replicas, num_threads=getattr(args, "num_threads", None))
         with tqdm(total=count, unit="request", disable=None) as bar:
             for result in run_on_ray(requests, has, plan):
                 yield result
@@ -121,8 +102,7 @@ def _open(args: argparse.Namespace) -> LLM:
 
     from bateleur.runner.llm import LLM
 
-    single = args.prompt is not None
-    if "num_threads" in args or (single and args.model is None):
+    if "num_threads" in args or (args.prompt is not None and args.model is None):
         # One step of the shipped model is too short for several threads: on a loaded machine threads that wait for each
         # other made it ten times slower.
         torch.set_num_threads(getattr(args, "num_threads", 1))

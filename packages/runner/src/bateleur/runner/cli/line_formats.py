@@ -1,7 +1,5 @@
 """The two formats of request and result lines: bateleur's own, and that of OpenAI's Batch API."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -28,21 +26,17 @@ class LineRequest:
     """The request of one line, or the error that makes it invalid."""
 
     line: int
-    id: str | int | None
-    """Id of the line; without one its number, or None in the OpenAI batch format."""
-    digest: str
-    """Hash of everything that decides its result."""
+    id: str | int | None  # id of the line; without one its number, or None in the OpenAI batch format
+    digest: str  # hash of everything that decides its result
     api_request: ApiRequest | None
-    where: str
-    """File name and line number, for error messages."""
+    where: str  # file name and line number, for error messages
     error: str | None = None
 
 
 class NativeFormat:
     """A line is a JSON object with a prompt and fields of `SamplingParams`.
 
-    defaults: values of parameters that a line leaves out. names: names of the model and of LoRA adapters; a line may
-    give one as `model`.
+    defaults: values of parameters that a line leaves out. names: names of models that a line may give as `model`.
     """
 
     name = "own"
@@ -51,10 +45,7 @@ class NativeFormat:
         self._defaults, self._names = defaults, names
 
     def pop_id(self, fields: dict[str, Any], line: int) -> str | int:
-        """Remove the id from the fields of a line and return it; without one, return the line number.
-
-        Raises ValueError if the id is invalid.
-        """
+        """Pop the id of a line; without one, return the line number. Raises ValueError for a wrong type."""
         value = fields.pop("id", line)
         if not isinstance(value, str | int) or isinstance(value, bool):
             raise ValueError(f"id is {value!r}; it must be text or an integer")
@@ -82,12 +73,10 @@ class NativeFormat:
         """Return the record of a request that ran, with the fields of `RequestOutput`. error: message if it failed."""
         (output,) = outputs
         completions = [_completion_fields(each) for each in output.outputs]
-        fields: dict[str, Any] = {
-            "prompt": output.prompt,
-            **(completions[0] if len(completions) == 1 else {"outputs": completions}),
-            "num_prompt_tokens": len(output.prompt_token_ids),
-            "num_cached_tokens": output.num_cached_tokens,
-        }
+        fields: dict[str, Any] = {"prompt": output.prompt}
+        fields |= completions[0] if len(completions) == 1 else {"outputs": completions}
+        fields["num_prompt_tokens"] = len(output.prompt_token_ids)
+        fields["num_cached_tokens"] = output.num_cached_tokens
         if output.prompt_logprobs is not None:
             fields["prompt_logprobs"] = [each and _logprob_fields(each) for each in output.prompt_logprobs]
         if error is not None:
@@ -100,12 +89,8 @@ class NativeFormat:
 
 
 def _completion_fields(completion: CompletionOutput) -> dict[str, Any]:
-    fields: dict[str, Any] = {
-        "text": completion.text,
-        "token_ids": completion.token_ids,
-        "finish_reason": completion.finish_reason,
-        "stop_reason": completion.stop_reason,
-    }
+    names = ("text", "token_ids", "finish_reason", "stop_reason")
+    fields: dict[str, Any] = {name: getattr(completion, name) for name in names}
     if completion.logprobs is not None:
         fields["cumulative_logprob"] = completion.cumulative_logprob
         fields["logprobs"] = [_logprob_fields(each) for each in completion.logprobs]
@@ -169,18 +154,14 @@ class OpenAIBatchFormat:
         return request
 
     def engine_inputs(self, request: ApiRequest, tokenizer: Tokenizer) -> list[tuple[Any, SamplingParams]]:
-        """Return the prompts, each with its sampling parameters.
-
-        A chat is rendered by the chat template, and gets the grammar that its tools need.
-        """
+        """Return the prompts, each with its sampling parameters, which include the grammar that a chat's tools need."""
         if not isinstance(request, ChatRequest):
             return [(prompt, request.params) for prompt in request.prompts]
         prompt = request.prompt_for(tokenizer)
         return [(prompt, self._turn(request, prompt, tokenizer).params)]
 
     def _turn(self, request: ChatRequest, prompt: ChatPrompt, tokenizer: Tokenizer) -> PreparedChat:
-        if self._chat_format is None:
-            self._chat_format = ChatFormat(self._parsers, tokenizer)
+        self._chat_format = self._chat_format or ChatFormat(self._parsers, tokenizer)
         return self._chat_format.prepare(request, prompt)
 
     def result(
@@ -189,27 +170,26 @@ class OpenAIBatchFormat:
         """Return the server's response to the request of a line. error: message if it failed."""
         if error is not None:
             return _response(request, 500, error_body(error, kind="server_error", code=500))
-        if self._token_text is None:
-            self._token_text = TokenText(tokenizer)
+        self._token_text = self._token_text or TokenText(tokenizer)
         assert request.api_request is not None
         asked = request.api_request.model
         name = asked if asked is not None and asked in self._adapters else self._names[0]
         if isinstance(request.api_request, ChatRequest):
-            chat, (output,) = request.api_request, outputs
+            (output,) = outputs
             prompt = ChatPrompt(prompt=output.prompt or "", prompt_token_ids=output.prompt_token_ids)
-            turn = self._turn(chat, prompt, tokenizer)
+            turn = self._turn(request.api_request, prompt, tokenizer)
             usage, events = Usage(), [turn.reader().read(each) for each in output.outputs]
             usage.count(output)
             head = reply_head(f"chatcmpl-{request.digest}", "chat.completion", name)
-            return _response(request, 200, chat_reply(chat, output, events, head, usage, self._token_text))
+            reply = chat_reply(request.api_request, output, events, head, usage, self._token_text)
+            return _response(request, 200, reply)
         head = reply_head(f"cmpl-{request.digest}", "text_completion", name)
         return _response(request, 200, completion_reply(request.api_request, outputs, head, self._token_text))
 
     def error_result(self, request: LineRequest, message: str) -> dict[str, Any]:
         """Return the server's error response, with code `invalid_line` if the line has no valid custom_id."""
         if request.id is None:
-            error = {"code": "invalid_line", "message": message}
-            return _batch_id_fields(request) | {"response": None, "error": error}
+            return _batch_id_fields(request) | {"response": None, "error": {"code": "invalid_line", "message": message}}
         return _response(request, 400, error_body(message, code=400))
 
 
@@ -224,22 +204,19 @@ _ENDPOINTS: dict[str, Callable[[Any, Mapping[str, Any]], ApiRequest]] = {
     "/v1/chat/completions": chat_request,
 }
 _BATCH_ID = re.compile(r"batch_req_(\d{1,18})_([0-9a-f]{16})")
-_NO_DIGEST = "0" * 16
 
 
 def _batch_id_fields(request: LineRequest) -> dict[str, Any]:
-    name = f"batch_req_{request.line}_{request.digest or _NO_DIGEST}"
-    return {"id": name, "custom_id": request.id}
+    return {"id": f"batch_req_{request.line}_{request.digest or '0' * 16}", "custom_id": request.id}
 
 
-RESULT_PREFIXES = (b'{"line": ', b'{"id": "batch_req_')
-"""The first bytes of a result line, in either format."""
+RESULT_PREFIXES = (b'{"line": ', b'{"id": "batch_req_')  # the first bytes of a result line, in either format
 
 
 def parse_result(raw: bytes) -> tuple[int, int | None]:
-    """Return the line number and the request digest of a result line of either format; the digest of an error is None.
+    """Return line number and request digest (None for an error) of a result line of either format.
 
-    Raises ValueError, TypeError, KeyError or RecursionError if the line is not a result.
+    Raises ValueError, TypeError, KeyError or RecursionError if it is not a result.
     """
     record = json.loads(raw)
     if "line" in record:

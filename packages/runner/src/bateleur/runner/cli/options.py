@@ -4,10 +4,9 @@ Engine and sampling flags are made from the fields of their configuration classe
 from the parsed arguments, so that the configuration class applies its default.
 """
 
-from __future__ import annotations
-
 from argparse import SUPPRESS, ArgumentParser, BooleanOptionalAction, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Collection, Iterable
+from importlib.util import find_spec
 from pathlib import Path
 from textwrap import fill
 from typing import Any
@@ -39,8 +38,6 @@ Or all lines have the format of OpenAI's Batch API, and so have the results. The
 then those of the model, overridden by the flags below, else OpenAI's:
   {"custom_id": "f", "method": "POST", "url": "/v1/completions", "body": {"prompt": "def f(", "max_tokens": 32}}
 """
-
-
 _SERVING = """\
 examples:
   bateleur serve
@@ -48,13 +45,11 @@ examples:
   bateleur serve /models/Bamba-9B --dtype bfloat16 --replicas 4
   bateleur serve --host 0.0.0.0 --api-key SECRET --ssl-certfile cert.pem --ssl-keyfile key.pem
 """
-
 _BATCH = """\
 examples:
   bateleur batch prompts.jsonl results.jsonl --temperature 0
   bateleur batch requests.parquet results.parquet --model /models/Bamba-9B --replicas 8
 """
-
 _BENCH = """\
 examples:
   bateleur bench latency --batch-size 8
@@ -63,8 +58,6 @@ examples:
   bateleur bench serve --model /models/Bamba-9B --vllm /envs/vllm/bin/python --request-rate 2 8
   bateleur bench serve --base-url http://127.0.0.1:8000 --dataset-name conversations
 """
-
-
 SAMPLING_DEFAULTS: dict[str, Any] = {"max_tokens": 128, "seed": 0}
 """Defaults of sampling parameters for `generate` and `batch`, instead of those of `SamplingParams`."""
 FALLBACK_SAMPLING: dict[str, Any] = {"temperature": 0.8, "top_p": 0.95}
@@ -89,9 +82,7 @@ _MORE_HELP = {
     "draft": '; "none" disables drafts. Default: the shipped head for the shipped model, with draft_policy "auto" for '
     "files of requests",
     "stop": "; repeatable",
-    "logprobs": "; with --prompt-file",
-    "logprob_token_ids": "; with --prompt-file",
-    "prompt_logprobs": "; with --prompt-file",
+    **dict.fromkeys(("logprobs", "logprob_token_ids", "prompt_logprobs"), "; with --prompt-file"),
 }
 _KINDS: dict[str, dict[str, Any]] = {
     "bool": {"action": "store_true"},
@@ -110,32 +101,21 @@ _LISTS = ("served_model_name", "api_key", "allowed_origins", "lora_modules", "pe
 _FOLDER: dict[str, Any] = {"metavar": "DIR", "type": Path, "default": None}
 _SWITCH: dict[str, Any] = {"action": "store_true", "default": False}
 _MODEL = "Hugging Face checkpoint folder (default: the shipped model)"
-_THREADS = "Number of CPU threads (default: torch's)"
-_JSON = "Print one JSON object"
+_THREADS: dict[str, Any] = {"metavar": "N", "type": int, "help": "Number of CPU threads (default: torch's)"}
+_JSON: dict[str, Any] = {**_SWITCH, "help": "Print one JSON object"}
 _REQUESTS = "Requests: a file of JSON lines or a Parquet file; - is stdin"
 
 
 def build_parser() -> ArgumentParser:
     """Build the parser with all subcommands."""
-    raw = RawDescriptionHelpFormatter
-    parser = ArgumentParser(
-        prog="bateleur",
-        description="Inference engine for hybrid (recurrent and attention) language models.",
-        epilog=_EXAMPLES,
-        formatter_class=raw,
-    )
+    raw, about = RawDescriptionHelpFormatter, "Inference engine for hybrid (recurrent and attention) language models."
+    parser = ArgumentParser(prog="bateleur", description=about, epilog=_EXAMPLES, formatter_class=raw)
     parser.add_argument("--version", action="version", version=f"bateleur {package_version()}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, add_arguments, summary, examples in _COMMANDS:
-        command = commands.add_parser(
-            name,
-            argument_default=SUPPRESS,
-            help=summary,
-            description=fill(" ".join((add_arguments.__doc__ or "").split()), 80),
-            epilog=examples,
-            formatter_class=raw,
-        )
-        add_arguments(command)
+        about = fill(" ".join((add_arguments.__doc__ or "").split()), 80)
+        more: dict[str, Any] = {"description": about, "epilog": examples, "formatter_class": raw}
+        add_arguments(commands.add_parser(name, argument_default=SUPPRESS, help=summary, **more))
     return parser
 
 
@@ -153,13 +133,15 @@ def check_num_threads(args: Namespace) -> int | None:
     return num_threads
 
 
-def is_follower_rank(args: Namespace) -> bool:
-    """Return whether torchrun started this process as a rank other than the first.
+def check_ray() -> None:
+    """Raise ValueError if ray is not installed."""
+    if find_spec("ray") is None:
+        raise ValueError("--replicas needs ray, which is not installed: pip install 'bateleur-runner[ray]'")
 
-    Its `LLM` then runs until rank 0 ends.
-    """
-    sizes = (getattr(args, name, 1) for name in ("tensor_parallel_size", "data_parallel_size"))
-    if max(sizes) == 1:
+
+def is_follower_rank(args: Namespace) -> bool:
+    """Return whether torchrun started this process as another rank, whose `LLM` runs until the first one ends."""
+    if max(getattr(args, f"{kind}_parallel_size", 1) for kind in ("tensor", "data")) == 1:
         return False
     from bateleur.runner.distributed.launch import is_follower
 
@@ -171,10 +153,8 @@ def _generate(command: ArgumentParser) -> None:
     command.add_argument("prompt", nargs="?", default=None, help="Text to continue")
     files = command.add_argument_group("files")
     files.add_argument("--prompt-file", metavar="FILE", default=None, help=_REQUESTS)
-    more = (
-        "File for the results, one JSON object per line, written as requests end and sorted at the end. An interrupted "
-        "run is resumed from it (default: stdout, unsorted)"
-    )
+    what = "File for the results, one JSON object per line, written as requests end and sorted at the end"
+    more = f"{what}. An interrupted run is resumed from it (default: stdout, unsorted)"
     files.add_argument("--output", metavar="FILE", type=Path, default=None, help=more)
     _add_file_options(command, files)
 
@@ -184,12 +164,12 @@ def _batch(command: ArgumentParser) -> None:
     format of OpenAI's Batch API. Each result is written when its request ends; at the end the results are sorted into
     the order of the requests. A second run resumes an interrupted one. A failed request has an error as result.
     """
+    command.set_defaults(prompt=None)
     command.add_argument("prompt_file", metavar="INPUT", help=_REQUESTS)
     more = "File for the results: Parquet if its name ends with .parquet, else JSON lines"
     command.add_argument("output", metavar="OUTPUT", type=Path, help=more)
     _add_file_options(command, command.add_argument_group("files"))
-    names = ("replicas", "ray_address")
-    _add(command.add_argument_group("replicas"), [each for each in options_of(ReplicaConfig) if each.name in names])
+    _add(command.add_argument_group("replicas"), _named(options_of(ReplicaConfig), "replicas", "ray_address"))
 
 
 def _add_file_options(command: ArgumentParser, files: Any) -> None:
@@ -201,10 +181,10 @@ def _add_file_options(command: ArgumentParser, files: Any) -> None:
         group = command.add_argument_group(_TITLES[part])
         if part == "model":
             group.add_argument("--model", **_FOLDER, help=_MODEL)
-            more = "; 1 for one prompt of the shipped model)"
-            group.add_argument("--num-threads", metavar="N", type=int, help=_THREADS.replace(")", more))
+            more = _THREADS["help"].replace(")", "; 1 for one prompt of the shipped model)")
+            group.add_argument("--num-threads", **_THREADS | {"help": more})
         if part == "lora":
-            _add(group, [each for each in options_of(ServeConfig) if each.name == "lora_modules"])
+            _add(group, _named(options_of(ServeConfig), "lora_modules"))
         _add(group, options)
     group = command.add_argument_group("sampling (the model's generation_config.json overrides these defaults)")
     flags = [each for each in options_of(SamplingParams) if each.name not in _NOT_SAMPLING_FLAGS]
@@ -223,8 +203,8 @@ def _serve(command: ArgumentParser) -> None:
     for part, options in _ENGINE.items():
         group = command.add_argument_group(_TITLES[part])
         if part == "model":
-            group.add_argument("--num-threads", metavar="N", type=int, help=_THREADS)
-            options = [*options, *(each for each in all_options() if each.name == "seed")]
+            group.add_argument("--num-threads", **_THREADS)
+            options = [*options, *_named(all_options(), "seed")]
         _add(group, options)
     add_vllm_flags(command)
 
@@ -238,9 +218,9 @@ def _bench(command: ArgumentParser) -> None:
         about = " ".join((config.__doc__ or "").split())
         measure = kinds.add_parser(name, argument_default=SUPPRESS, help=about, description=about)
         measure.add_argument("--model", **_FOLDER, help=_MODEL)
-        measure.add_argument("--json", **_SWITCH, help=_JSON)
+        measure.add_argument("--json", **_JSON)
         if config is not ServeBenchConfig:
-            measure.add_argument("--num-threads", metavar="N", type=int, help=_THREADS)
+            measure.add_argument("--num-threads", **_THREADS)
         _add(measure.add_argument_group("benchmark"), options_of(config))
         for part, options in _ENGINE.items():
             _add(measure.add_argument_group(_TITLES[part]), options)
@@ -249,7 +229,7 @@ def _bench(command: ArgumentParser) -> None:
 def _info(command: ArgumentParser) -> None:
     """Print layers, parameters, and bytes of weights, KV cache and Mamba state. No weights are loaded."""
     command.add_argument("model", nargs="?", **_FOLDER, help=_MODEL)
-    command.add_argument("--json", **_SWITCH, help=_JSON)
+    command.add_argument("--json", **_JSON)
     more = "Print which batches run on which CUDA graph, and which run eagerly"
     command.add_argument("--graphs", **_SWITCH, help=more)
     for part, options in _ENGINE.items():
@@ -263,13 +243,15 @@ def _explain_acceptance(command: ArgumentParser) -> None:
     command.add_argument("model", nargs="?", **_FOLDER, help=_MODEL)
     more = "Draft head folder, or mtp for the head in the model's own files (default: the shipped head)"
     command.add_argument("draft", nargs="?", metavar="DRAFT", default="auto", help=more)
-    command.add_argument("--json", **_SWITCH, help=_JSON)
-    names = ("dtype", "device", "num_speculative_tokens")
-    _add(command, [each for each in all_options() if each.name in names])
-    more = "Output tokens per prompt (default: 64)"
-    command.add_argument("--max-tokens", metavar="N", type=int, help=more)
+    command.add_argument("--json", **_JSON)
+    _add(command, _named(all_options(), "dtype", "device", "num_speculative_tokens"))
+    command.add_argument("--max-tokens", metavar="N", type=int, help="Output tokens per prompt (default: 64)")
     more = "Text to continue; repeatable (default: twelve beginnings of Python code)"
     command.add_argument("--prompt", metavar="TEXT", action="append", default=None, help=more)
+
+
+def _named(options: Iterable[Option], *names: str) -> list[Option]:
+    return [each for each in options if each.name in names]
 
 
 def _add(group: Any, options: Iterable[Option], **defaults: Any) -> None:
@@ -282,7 +264,7 @@ def _add(group: Any, options: Iterable[Option], **defaults: Any) -> None:
         kwargs = next((kwargs for kind, kwargs in _KINDS.items() if option.type.startswith(kind)), {"metavar": "NAME"})
         if option.name in ("async_scheduling", "enable_prefix_caching"):
             kwargs = {"action": BooleanOptionalAction}
-        if option.name in _LISTS and option.type.startswith("Sequence"):
+        elif option.name in _LISTS and option.type.startswith("Sequence"):
             kwargs = {"metavar": "TEXT", "nargs": "+", "action": "extend"}
         group.add_argument(f"--{option.name.replace('_', '-')}", help=more, **kwargs)
 

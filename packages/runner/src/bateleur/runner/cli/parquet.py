@@ -1,7 +1,5 @@
 """Parquet files of requests and results. A row corresponds to a JSON line."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -10,8 +8,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-_ROWS = 1024
-"""Rows per batch when reading or writing."""
+_ROWS = 1024  # rows per batch when reading or writing
 
 
 def is_parquet(path: str | Path) -> bool:
@@ -24,10 +21,7 @@ def is_parquet(path: str | Path) -> bool:
 
 
 def json_lines(path: Path) -> Iterator[bytes]:
-    """Yield each row as a JSON line without null values. A `body` column may hold JSON text.
-
-    Raises ValueError if the file is not a Parquet file.
-    """
+    """Yield each row as a JSON line without null values. Raises ValueError if the file is not a Parquet file."""
     from pyarrow import ArrowInvalid
     from pyarrow.parquet import ParquetFile
 
@@ -55,10 +49,7 @@ def _without_nulls(value: Any) -> Any:
 
 
 def write_parquet(lines: Path, target: Path) -> None:
-    """Convert a file of result lines, and replace `target` atomically.
-
-    Columns: `line`, `id`, `text`, `finish_reason`, `error`, and `result`, the whole record as JSON.
-    """
+    """Convert a file of result lines to columns, with the whole record as JSON, and replace `target` atomically."""
     import pyarrow
     from pyarrow.parquet import ParquetWriter
 

@@ -4,8 +4,6 @@ Only line positions and results pass through Ray; the actors read the file. A ch
 without a result then run one at a time, so that a line that kills engines fails alone.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import logging
@@ -22,19 +20,17 @@ from ray.data import ActorPoolStrategy, DataContext
 from ray.util.annotations import RayDeprecationWarning
 
 from bateleur.runner.cli.batch import Result, ended_result, failed_result
-from bateleur.runner.cli.line_formats import LineRequest
+from bateleur.runner.cli.line_formats import ApiRequest, LineRequest
 from bateleur.runner.cli.request_file import FileChunk, LineParser, RequestFile
 from bateleur.runner.errors import EngineDead
 from bateleur.runner.outputs import RequestOutput, RequestOutputKind
 from bateleur.runner.replicas.application import DeploymentPlan
+from bateleur.runner.replicas.engine_replica import open_engine
 from bateleur.runner.replicas.server import ray_cluster
 
-_CHUNK_LINES = 8
-"""Requests per chunk; their results arrive together."""
-_RETRIES = 2
-"""Retries of a chunk whose actor dies."""
-_MAX_QUEUED_REQUESTS = 1_000_000
-"""No limit in practice: the number of chunks per actor limits the queue of its engine."""
+_CHUNK_LINES = 8  # requests per chunk; their results arrive together
+_RETRIES = 2  # retries of a chunk whose actor dies
+_MAX_QUEUED_REQUESTS = 1_000_000  # no limit in practice: the number of chunks per actor limits the queue of its engine
 
 
 def run_on_ray(requests: RequestFile, has_result: Callable[[int], bool], plan: DeploymentPlan) -> Iterator[Result]:
@@ -45,20 +41,16 @@ def run_on_ray(requests: RequestFile, has_result: Callable[[int], bool], plan: D
             if chunks:
                 yield from _run_chunks(chunks, requests.parser, plan, per_actor)
     for request in requests.remaining(has_result):
-        message = f"{request.where}: every engine that ran it has died"
-        yield failed_result(requests.format, request, message)
+        yield failed_result(requests.format, request, f"{request.where}: every engine that ran it has died")
 
 
 def _run_chunks(
     chunks: list[dict[str, bytes]], parser: LineParser, plan: DeploymentPlan, per_actor: int
 ) -> Iterator[Result]:
-    """Run chunks on Ray and yield their results.
-
-    per_actor: number of chunks that one actor runs concurrently. All of them are retried if it dies.
-    """
+    """Run chunks on Ray and yield their results. per_actor: number of chunks that one actor runs concurrently."""
+    logging.getLogger("ray.data").setLevel(logging.ERROR)
     context = DataContext.get_current()
     context.enable_progress_bars = False
-    logging.getLogger("ray.data").setLevel(logging.ERROR)
     context.max_errored_blocks = -1  # lines of dead actors run again one by one, or get an error as result
     resources = plan.resources(ray.cluster_resources().get("GPU", 0))
     pool = ActorPoolStrategy(
@@ -88,16 +80,7 @@ class _EngineActor:
     """A Ray actor with one engine, which runs several chunks concurrently."""
 
     def __init__(self, engine: Mapping[str, Any], num_threads: int | None, parser: LineParser) -> None:
-        import torch
-
-        from bateleur.runner.async_llm import AsyncLLM
-
-        if num_threads is not None:
-            torch.set_num_threads(num_threads)
-        options = dict(engine)
-        model = options.pop("model", None)
-        self._llm = AsyncLLM(model, max_queued_requests=_MAX_QUEUED_REQUESTS, **options)
-        self._parser = parser
+        self._llm, self._parser = open_engine(engine, num_threads, _MAX_QUEUED_REQUESTS), parser
 
     async def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
         """Run the pickled `FileChunk` of `batch`, and return its results as columns."""
@@ -118,19 +101,17 @@ class _EngineActor:
         if request.api_request is None:
             return failed_result(line_format, request, str(request.error))
         try:
-            outputs = await self._outputs(request)
+            outputs = await self._outputs(request, request.api_request)
         except ValueError as error:
             return failed_result(line_format, request, f"{request.where}: {error}")
         return ended_result(line_format, request, outputs, self._llm.llm.tokenizer)
 
-    async def _outputs(self, request: LineRequest) -> list[RequestOutput]:
-        api_request = request.api_request
-        assert api_request is not None
+    async def _outputs(self, request: LineRequest, api_request: ApiRequest) -> list[RequestOutput]:
         tokenizer = self._llm.llm.tokenizer
         inputs = await self._llm.run_in_thread(lambda: self._parser.format.engine_inputs(api_request, tokenizer))
         names = [f"{request.line}-{number}" for number in range(len(inputs))]
-        prompts, params = ([prompt for prompt, _ in inputs], inputs[0][1])  # all prompts have the same parameters
-        params = replace(params, output_kind=RequestOutputKind.FINAL_ONLY)
+        prompts = [prompt for prompt, _ in inputs]  # all have the same parameters
+        params = replace(inputs[0][1], output_kind=RequestOutputKind.FINAL_ONLY)
         reader = await self._llm.submit(prompts, params, request_ids=names, priority=api_request.priority)
         ended: dict[str, RequestOutput] = {}
         try:

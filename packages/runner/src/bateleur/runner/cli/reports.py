@@ -1,7 +1,5 @@
 """`bateleur info`, `explain-acceptance` and `bench`: print a report as a table or as one JSON object."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys
@@ -17,13 +15,15 @@ from bateleur.runner.cli.options import ENGINE_OPTIONS, check_num_threads, given
 def info(args: argparse.Namespace) -> int:
     """Print parameters and memory of a checkpoint, or with --graphs which steps run on a CUDA graph."""
     print_status("loading torch")
-    from bateleur.runner.diagnose.checkpoint_facts import describe_checkpoint
+    from bateleur.runner.diagnose.checkpoint_facts import checkpoint_table, describe_checkpoint
     from bateleur.runner.diagnose.graph_coverage import describe_graphs
 
-    describe_model = describe_graphs if args.graphs else describe_checkpoint
-    facts = describe_model(args.model or shipped_model(), **given_options(args, ENGINE_OPTIONS))
-    write_text((json.dumps(facts.as_dict()) if args.json else facts.table()) + "\n")
-    return 0
+    model, options = args.model or shipped_model(), given_options(args, ENGINE_OPTIONS)
+    if args.graphs:
+        coverage = describe_graphs(model, **options)
+        return _print(coverage.as_dict(), coverage.table(), args)
+    facts = describe_checkpoint(model, **options)
+    return _print(facts, checkpoint_table(facts), args)
 
 
 def explain_acceptance(args: argparse.Namespace) -> int:
@@ -35,7 +35,11 @@ def explain_acceptance(args: argparse.Namespace) -> int:
     options = given_options(args, {*ENGINE_OPTIONS, "max_tokens"} - {"draft"})
     with progress_messages("running the engine with the head, and the head alone; this takes minutes"):
         explanation = explain(model, args.draft, prompts=args.prompt, **options)
-    write_text((json.dumps(explanation.as_dict()) if args.json else explanation.table()) + "\n")
+    return _print(explanation.as_dict(), explanation.table(), args)
+
+
+def _print(facts: dict[str, Any], table: str, args: argparse.Namespace) -> int:
+    write_text((json.dumps(facts) if args.json else table) + "\n")
     return 0
 
 
@@ -60,9 +64,7 @@ def bench(args: argparse.Namespace) -> int:
 
 
 def _offline(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
-    kind: type[LatencyConfig] | type[ThroughputConfig] = (
-        LatencyConfig if args.measure == "latency" else ThroughputConfig
-    )
+    kind: type[LatencyConfig | ThroughputConfig] = LatencyConfig if args.measure == "latency" else ThroughputConfig
     config, num_threads = kind(**given_options(args, kind)), check_num_threads(args)
     print_status("loading torch")
     from bateleur.runner.bench.offline import BenchTarget, bench_latency, bench_throughput, offline_table

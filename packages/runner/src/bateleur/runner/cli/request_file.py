@@ -4,8 +4,6 @@ The file is never held in memory. One pass detects the format and, by hashes, du
 file line by line.
 """
 
-from __future__ import annotations
-
 import codecs
 import hashlib
 import json
@@ -29,21 +27,17 @@ from bateleur.runner.cli.line_formats import LineFormat, LineRequest, NativeForm
 from bateleur.runner.cli.parquet import is_parquet, json_lines
 
 _MAX_LINE_BYTES = 1 << 26
-_HASH_BYTES = 16
-"""Enough that two different ids never share a hash."""
-_BATCH_FIELDS = {"custom_id", "method", "url", "body"}
-"""A line with one of these fields has OpenAI's batch format."""
+_HASH_BYTES = 16  # enough that two different ids never share a hash
+_BATCH_FIELDS = {"custom_id", "method", "url", "body"}  # A line with one of these fields has OpenAI's batch format
 
 
 @dataclass(frozen=True, slots=True)
 class LineParser:
     """Parses lines of a file into requests."""
 
-    name: str
-    """Name of the file, for error messages."""
+    name: str  # name of the file, for error messages
     format: LineFormat
-    engine_digest: str
-    """Hash of everything that decides results apart from the line."""
+    engine_digest: str  # hash of everything that decides results apart from the line
 
     def request(self, number: int, raw: bytes, first: int) -> LineRequest:
         """Return the request of a line, with `error` if it is invalid. first: first line that has the same id."""
@@ -68,10 +62,8 @@ class FileChunk:
     """A range of lines that another process reads."""
 
     path: Path
-    start: int
-    """Byte offset of the first line."""
-    lines: tuple[tuple[int, int], ...]
-    """Line number, and the first line with the same id; (0, 0) for lines to skip."""
+    start: int  # byte offset of the first line
+    lines: tuple[tuple[int, int], ...]  # line number, and the first line with the same id; (0, 0) for lines to skip
 
     def requests(self, parser: LineParser) -> Iterator[LineRequest]:
         """Yield the requests of the lines that are not skipped."""
@@ -89,36 +81,30 @@ class RequestFile:
     Only "\\n" ends a line. Blank lines and a byte order mark are skipped. The first valid JSON object decides the
     format of all lines. Lines that are appended after `scan` are not read.
 
-    file: path, or `-` for stdin; opened here and read by `scan`. engine: settings that results depend on, included in
-    each request's digest.
+    file: path, or `-` for stdin. engine: settings that results depend on, included in each request's digest.
     """
 
     def __init__(self, file: str, native: NativeFormat, batch: OpenAIBatchFormat, engine: Mapping[str, Any]) -> None:
         self.name = "stdin" if file == "-" else file
         self.format: LineFormat = native
-        self.num_lines = 0
-        """Number of lines, blank ones included."""
-        self._num_requests = 0
-        self._batch = batch
+        self._batch, self._num_requests = batch, 0
+        self.num_lines = 0  # number of lines, blank ones included
         self._engine_digest = hashlib.sha256(json.dumps(engine, sort_keys=True).encode()).hexdigest()
-        self._first_lines: dict[int, int] = {}
-        """By line whose id an earlier line has: the first line with that id."""
+        self._first_lines: dict[int, int] = {}  # by line whose id an earlier line has: the first line with that id
         self._parquet = file != "-" and is_parquet(file)
         self._file: BinaryIO | IO[bytes] = sys.stdin.buffer
         with name_in_errors(self.name):
             if file != "-":
                 self._file = Path(file).open("rb")  # noqa: SIM115 (until `close`)
-            self._seekable = file != "-" and stat.S_ISREG(fstat(self._file.fileno()).st_mode)
-        self.path = Path(file).resolve() if self._seekable else None
+            regular = file != "-" and stat.S_ISREG(fstat(self._file.fileno()).st_mode)
+        self.path = Path(file).resolve() if regular else None
         """Where other processes can read it; None for stdin and pipes."""
         self._line_end = 0
 
     def __len__(self) -> int:
-        """Number of lines that are not blank."""
-        return self._num_requests
+        return self._num_requests  # lines that are not blank
 
     def __iter__(self) -> Iterator[LineRequest]:
-        """Yield all requests."""
         return self.remaining(lambda line: False)
 
     def remaining(self, done: Callable[[int], bool]) -> Iterator[LineRequest]:
@@ -145,16 +131,10 @@ class RequestFile:
     def scan(self, spool: Path | None = None) -> None:
         """Read the file once: count the lines, detect the format, and find duplicate ids.
 
-        stdin and pipes are copied to a temporary file first, in the folder `spool` or in the system's default folder.
+        spool: folder for copies of stdin, pipes and Parquet rows; None for the system's default folder.
         """
-        if self._parquet:
-            self._copy_rows(spool)
-        elif not self._seekable:
-            with name_in_errors(f"a copy of {self.name} in {spool or tempfile.gettempdir()}"):
-                source = self._file
-                self._file = tempfile.TemporaryFile(dir=spool)  # noqa: SIM115 (until `close`)
-                shutil.copyfileobj(source, self._file, 1 << 20)
-                source.close()
+        if self._parquet or self.path is None:
+            self._copy(spool)
         detected, lines, hashes = False, array("q"), bytearray()
         for number, raw in self._lines():
             self.num_lines = number
@@ -175,12 +155,13 @@ class RequestFile:
             before, line = lines[order[index]], lines[order[index + 1]]
             self._first_lines[line] = self._first_lines.get(before, before)
 
-    def _copy_rows(self, spool: Path | None) -> None:
-        """Convert Parquet rows to lines in a temporary file, which other processes can read until `close`."""
-        assert self.path is not None
-        source, self._file = self._file, tempfile.NamedTemporaryFile(dir=spool, suffix=".jsonl")  # noqa: SIM115
-        source.close()
-        with name_in_errors(f"a copy of {self.name} in {spool or tempfile.gettempdir()}"):
+    def _copy(self, spool: Path | None) -> None:
+        """Copy the file, or its Parquet rows as lines, which other processes can then read until `close`."""
+        with name_in_errors(f"a copy of {self.name} in {spool or tempfile.gettempdir()}"), self._file as source:
+            self._file = tempfile.NamedTemporaryFile(dir=spool, suffix=".jsonl")  # noqa: SIM115 (until `close`)
+            if self.path is None:
+                shutil.copyfileobj(source, self._file, 1 << 20)
+                return
             self._file.writelines(json_lines(self.path))
             self._file.flush()
         self.path = Path(self._file.name)

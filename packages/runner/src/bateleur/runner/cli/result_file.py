@@ -5,8 +5,6 @@ one incomplete line. At the end the lines are sorted into the order of the reque
 the offset of its result.
 """
 
-from __future__ import annotations
-
 import fcntl
 import json
 import os
@@ -29,8 +27,7 @@ _NONE = -1
 class StdoutResults:
     """Writes results to stdout. An interrupted run can't be resumed."""
 
-    folder: Path | None = None
-    """Folder of the result file, where temporary files may be put; None if there is none."""
+    folder: Path | None = None  # folder of the result file, where temporary files may be put; None if there is none
 
     def resume(self, requests: RequestFile) -> int:
         """Return 0, the number of requests that have a result of an earlier run."""
@@ -54,28 +51,21 @@ class StdoutResults:
 
 
 class ResultFile(StdoutResults):
-    """Writes results to a file, which the constructor opens.
+    """Writes results to a file, which the constructor opens. Results in a pipe or device cannot be resumed or sorted.
 
-    path: the file. Results in a pipe or device cannot be resumed or sorted. source: file of requests. overwrite:
-    discard the file's content when the first result is written.
-
+    source: file of requests. overwrite: discard the file's content when the first result is written.
     Raises OSError if the file cannot be opened, and ValueError if it is the file of requests.
     """
 
     def __init__(self, path: Path, source: str, *, overwrite: bool) -> None:
         if source != "-" and path.exists() and path.samefile(source):
             raise ValueError(f"--output is {path}; that is the prompt file")
-        self._path = path
-        self._overwrite = overwrite
-        self._file = path.open("ab", buffering=0)
+        self._path, self._overwrite, self._file = path, overwrite, path.open("ab", buffering=0)
         self._regular = stat.S_ISREG(os.fstat(self._file.fileno()).st_mode)
         if self._regular:
             self.folder = path.resolve().parent
-        self._starts = np.empty(0, np.int64)
-        """By request line: offset of its result."""
-        self._end = 0
-        self._superseded = False
-        """Whether the file has results that later ones replace."""
+        self._starts = np.empty(0, np.int64)  # by request line: offset of its result
+        self._end, self._superseded = 0, False  # length of the results, and whether later ones replace some of them
 
     def close(self) -> None:
         """Close the file."""
@@ -84,8 +74,7 @@ class ResultFile(StdoutResults):
     def resume(self, requests: RequestFile) -> int:
         """Find the results of an earlier run, and return the number of those without errors. Failed requests run again.
 
-        Raises ValueError if another run writes to the file, a line is not a result, or a result belongs to a request
-        that has changed.
+        Raises ValueError if another run writes to the file, a line is not a result, or a request has changed.
         """
         self._starts = np.full(requests.num_lines + 1 if self._regular else 0, _NONE, np.int64)
         if not self._regular:
@@ -102,7 +91,7 @@ class ResultFile(StdoutResults):
         for request in requests if kept.any() else ():
             expected[request.line] = int(request.digest or "0", 16)
         if len(wrong := np.flatnonzero(kept & (found != expected))):
-            self._refuse(int(wrong[0]))
+            raise self._changed(int(wrong[0]))
         return int(kept.sum())
 
     def _read(self) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:
@@ -110,30 +99,27 @@ class ResultFile(StdoutResults):
         digests = np.zeros(len(self._starts), np.uint64)
         with self._path.open("rb") as file:
             for number, raw in enumerate(file, 1):
-                complete = raw.endswith(b"\n")
-                if not complete and any(each.startswith(raw[: len(each)]) for each in RESULT_PREFIXES):
+                if not raw.endswith(b"\n") and any(each.startswith(raw[: len(each)]) for each in RESULT_PREFIXES):
                     break  # the earlier run was killed while it wrote this line
                 try:
                     line, digest = parse_result(raw)
                     digest_or_0 = np.uint64(digest or 0)
                 except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
-                    raise ValueError(
-                        f"--output is {self._path}; its line {number} is not a result of this command. Choose another "
-                        "file, or replace it with --overwrite"
-                    ) from error
+                    raise self._refusal(f"line {number} is not a result of this command") from error
                 if not 0 < line < len(digests):
-                    self._refuse(line)
+                    raise self._changed(line)
                 self._superseded |= digest is None or bool(self._starts[line] != _NONE)
                 self._starts[line] = _NONE if digest is None else self._end
                 digests[line] = digest_or_0
                 self._end += len(raw)
         return digests
 
-    def _refuse(self, line: int) -> None:
-        raise ValueError(
-            f"--output is {self._path}; its result for line {line} has another prompt, model or parameters. Choose "
-            "another file, or replace it with --overwrite"
-        )
+    def _changed(self, line: int) -> ValueError:
+        return self._refusal(f"result for line {line} has another prompt, model or parameters")
+
+    def _refusal(self, reason: str) -> ValueError:
+        fix = "Choose another file, or replace it with --overwrite"
+        return ValueError(f"--output is {self._path}; its {reason}. {fix}")
 
     def has_result(self, line: int) -> bool:
         """Whether the request of this line has a result."""

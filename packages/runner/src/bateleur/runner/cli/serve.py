@@ -1,14 +1,12 @@
 """`bateleur serve`: start an OpenAI-compatible server."""
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 from importlib.util import find_spec
 from typing import Any
 
 from bateleur.runner.cli.console import print_graph_costs, print_status, write_text
-from bateleur.runner.cli.options import ENGINE_OPTIONS, check_num_threads, given_options, is_follower_rank
+from bateleur.runner.cli.options import ENGINE_OPTIONS, check_num_threads, check_ray, given_options, is_follower_rank
 from bateleur.runner.cli.vllm_flags import check_vllm_flags
 from bateleur.runner.config.engine_config import EngineConfig
 from bateleur.runner.replicas.config import NOT_OF_RAY, ReplicaConfig
@@ -27,14 +25,16 @@ def run(args: argparse.Namespace) -> int:
         args.model = args.named_model
     config = ServeConfig(**given_options(args, ServeConfig))
     replicas = ReplicaConfig(**given_options(args, ReplicaConfig))
-    engine = served_engine(
-        {"model": args.model, **given_options(args, {*ENGINE_OPTIONS, "seed", "enforce_eager", "speculative_config"})}
-    )
+    names = {*ENGINE_OPTIONS, "seed", "enforce_eager", "speculative_config"}
+    engine = served_engine({"model": args.model, **given_options(args, names)})
     lora = EngineConfig.of(**engine).lora
     if config.lora_modules and not lora.enable_lora:
         refuse("lora_modules", config.lora_modules, "left out without enable_lora")
     check_num_threads(args)
-    _check_installed()
+    if missing := [name for name in ("fastapi", "uvicorn", "prometheus_client") if find_spec(name) is None]:
+        raise ValueError(
+            f"the server needs {', '.join(missing)}, not installed here: pip install 'bateleur-runner[serve]'"
+        )
     check_tls(config)
     if not replicas.is_single:
         if lora.enable_lora:
@@ -70,8 +70,7 @@ def _run_replicas(
     args: argparse.Namespace, engine: dict[str, Any], config: ServeConfig, replicas: ReplicaConfig
 ) -> int:
     """Serve with Ray Serve. Its own HTTP proxy listens, so the address is only checked here."""
-    if find_spec("ray") is None:
-        raise ValueError("--replicas needs ray, which is not installed: pip install 'bateleur-runner[ray]'")
+    check_ray()
     for option in options_of(ServeConfig):
         if option.name in NOT_OF_RAY and (value := getattr(config, option.name)) != option.default:
             refuse(option.name, value, "left out with replicas: Ray's HTTP proxy has no such option")
@@ -81,14 +80,6 @@ def _run_replicas(
     from bateleur.runner.replicas.application import DeploymentPlan
     from bateleur.runner.replicas.server import run as run_replicas
 
-    threads = getattr(args, "num_threads", None)
-    plan = DeploymentPlan(engine=engine, server=config, replicas=replicas, num_threads=threads)
+    plan = DeploymentPlan(engine=engine, server=config, replicas=replicas, num_threads=check_num_threads(args))
     run_replicas(plan, port, ready=lambda: write_text(f"{address}\n"))
     return 0
-
-
-def _check_installed() -> None:
-    missing = [name for name in ("fastapi", "uvicorn", "prometheus_client") if find_spec(name) is None]
-    if missing:
-        names = ", ".join(missing)
-        raise ValueError(f"the server needs {names}, not installed here: pip install 'bateleur-runner[serve]'")

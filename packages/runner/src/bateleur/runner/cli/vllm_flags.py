@@ -1,7 +1,5 @@
 """Flags of `vllm serve` without an equivalent: accepted if the value changes nothing, else refused with the reason."""
 
-from __future__ import annotations
-
 import json
 from argparse import SUPPRESS, ArgumentParser, BooleanOptionalAction, Namespace
 from collections.abc import Mapping
@@ -53,7 +51,7 @@ SERVER = table(
     ("max_num_queued_tokens max_num_active_seqs", (None,), "use --max-queued-requests, --max-num-seqs"),
 )
 """Flag names, accepted values (`...` is any), and what to do instead of another value."""
-_LISTS = (*("allowed_media_domains", "collect_detailed_traces", "device_ids", "logits_processors"),)
+_LISTS = ("allowed_media_domains", "collect_detailed_traces", "device_ids", "logits_processors")
 """Flags that take several values."""
 _SHORT = {"tensor_parallel_size": "-tp", "data_parallel_size": "-dp"}
 
@@ -61,27 +59,21 @@ _SHORT = {"tensor_parallel_size": "-tp", "data_parallel_size": "-dp"}
 def add_vllm_flags(command: ArgumentParser) -> None:
     """Add vLLM's flags to a command, without listing them in its help."""
     known = command._option_string_actions
+    switch: dict[str, Any] = {"action": BooleanOptionalAction}
+    kinds: dict[str, dict[str, Any]] = {"--enforce-eager": switch, "--speculative-config": {"type": json_value}}
     for name, (values, _) in {**ENGINE, **SERVER}.items():
-        flag = f"--{name.replace('_', '-')}"
-        if flag in known:
-            continue
-        if any(isinstance(each, bool) for each in values):
-            command.add_argument(flag, action=BooleanOptionalAction, dest=name, help=SUPPRESS, default=SUPPRESS)
-        else:
-            several = "+" if name in _LISTS else None
-            command.add_argument(flag, type=_value, nargs=several, dest=name, help=SUPPRESS, default=SUPPRESS)
-    for flag, kind in (
-        ("--enforce-eager", {"action": BooleanOptionalAction}),
-        ("--speculative-config", {"type": json_value}),
-    ):
-        command.add_argument(flag, help=SUPPRESS, default=SUPPRESS, **kind)
-    for name, short in _SHORT.items():
-        command.add_argument(short, type=int, dest=name, help=SUPPRESS, default=SUPPRESS)
+        kind = {"type": _value, "nargs": "+" if name in _LISTS else None}
+        if (flag := f"--{name.replace('_', '-')}") not in known:
+            kinds[flag] = (switch if any(isinstance(each, bool) for each in values) else kind) | {"dest": name}
+    kinds |= {short: {"type": int, "dest": name} for name, short in _SHORT.items()}
+    for flag, kwargs in kinds.items():
+        command.add_argument(flag, help=SUPPRESS, default=SUPPRESS, **kwargs)
 
 
 def check_vllm_flags(args: Namespace) -> None:
     """Raise ValueError for a flag with an unsupported value; the message has the reason and the option to use."""
-    given: dict[str, Any] = {name: _single(value) for name, value in vars(args).items() if name in {*ENGINE, *SERVER}}
+    given: dict[str, Any] = {name: value for name, value in vars(args).items() if name in {*ENGINE, *SERVER}}
+    given |= {name: each[0] for name, each in given.items() if isinstance(each, list) and len(each) == 1}
     try:
         drop_unsupported({**ENGINE, **SERVER}, given)
     except ValueError as error:
@@ -105,7 +97,3 @@ def _value(text: str) -> Any:
         return json.loads(text)
     except ValueError:
         return text
-
-
-def _single(value: Any) -> Any:
-    return value[0] if isinstance(value, list) and len(value) == 1 else value

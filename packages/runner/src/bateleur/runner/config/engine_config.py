@@ -73,8 +73,7 @@ def _policy(name: str, value: Any) -> Any:
         table = {size: Integer(0)(f"{name}[{size}]", value[key]) for size, key in sizes.items()}
         return table if 1 in table else refuse(name, value, "a mapping that has a number for 1 request")
     if isinstance(value, type) or not (value in ("fixed", "auto") or hasattr(value, "lengths")):
-        rule = "fixed, auto, a mapping of batch sizes to numbers, or a bateleur.eagle.DraftPolicy"
-        refuse(name, value, rule)
+        refuse(name, value, "fixed, auto, a mapping of batch sizes to numbers, or a bateleur.eagle.DraftPolicy")
     return value
 
 
@@ -296,11 +295,6 @@ class ParallelConfig(Checked):
     def num_ranks(self) -> int:
         """Number of processes that run the model."""
         return self.tensor_parallel_size * self.data_parallel_size
-
-    @property
-    def size_name(self) -> str:
-        """Name of the option that sets the number of ranks."""
-        return "data_parallel_size" if self.data_parallel_size > 1 else "tensor_parallel_size"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,9 +1,8 @@
 """Options for CUDA graph capture, from the user's options and the device."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 
@@ -16,17 +15,13 @@ from bateleur.runner.utils.arguments import member_of, refuse
 class GraphOptions:
     """Options for CUDA graph capture, with defaults filled in."""
 
-    mode: CudaGraphMode = CudaGraphMode.NONE
-    """The requested mode; attention backends may support less."""
-    backend: str = "auto"
-    """One of "auto", "cuda", "recorded" or "eager", see `bateleur.cudagraph.backends`."""
-    capture_sizes: Sequence[int] | None = None
-    """Token counts; None selects `default_capture_sizes`."""
-    checks: ReplayChecks = ReplayChecks.CHEAP
-    """What each replay verifies."""
+    mode: CudaGraphMode = CudaGraphMode.NONE  # the requested mode; attention backends may support less
+    backend: str = "auto"  # one of "auto", "cuda", "recorded" or "eager", see `bateleur.cudagraph.backends`
+    capture_sizes: Sequence[int] | None = None  # token counts; None selects `default_capture_sizes`
+    checks: ReplayChecks = ReplayChecks.CHEAP  # what each replay verifies
 
     @classmethod
-    def of(cls, config: GraphConfig, device: torch.device) -> GraphOptions:
+    def of(cls, config: GraphConfig, device: torch.device) -> Self:
         """Fill in the defaults of the user's options. Default mode: FULL_AND_PIECEWISE on CUDA, NONE on CPU."""
         cuda = device.type == "cuda"
         default = CudaGraphMode.FULL_AND_PIECEWISE if cuda else CudaGraphMode.NONE

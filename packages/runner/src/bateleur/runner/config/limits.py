@@ -1,14 +1,14 @@
 """Limits of a step and of a request."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
+from typing import Self
 
 import torch
 
 from bateleur.metadata import BatchLimits
 from bateleur.runner.config.engine_config import EngineConfig
 from bateleur.runner.models.spec import ModelSpec
+from bateleur.runner.utils.arguments import refuse
 
 DEFAULT_ROWS = {"cpu": 64, "cuda": 256}
 """Default of `max_num_seqs` by type of device. Less if memory is short, see `cache/plan.py` and `smaller`."""
@@ -18,35 +18,27 @@ DEFAULT_TOKENS = {"cpu": 512, "cuda": 8192}
 On a CPU, larger chunks do not fit its caches. On CUDA, a step of a model with experts reads all their weights, so one
 step of 8,192 tokens reads them once and four steps of 2,048 tokens read them four times.
 """
-LEAST_ROWS, LEAST_TOKENS = 64, 2048
-"""Lower bounds of the defaults on CUDA when memory is short."""
+LEAST_ROWS, LEAST_TOKENS = 64, 2048  # lower bounds of the defaults on CUDA when memory is short
 
 
 @dataclass(frozen=True, slots=True)
 class EngineLimits:
     """Limits of a step and of a request."""
 
-    max_model_len: int
-    """Maximum tokens of a request, prompt and output together."""
-    max_num_seqs: int
-    """Maximum number of running requests."""
-    max_num_batched_tokens: int
-    """Maximum tokens of one step."""
-    num_speculative_tokens: int = 0
-    """K: maximum drafts that a step verifies for each request."""
+    max_model_len: int  # maximum tokens of a request, prompt and output together
+    max_num_seqs: int  # maximum number of running requests
+    max_num_batched_tokens: int  # maximum tokens of one step
+    num_speculative_tokens: int = 0  # K: maximum drafts that a step verifies for each request
 
     def __post_init__(self) -> None:
         if not 0 <= self.num_speculative_tokens < max(self.max_model_len - 1, 1):
-            raise ValueError(
-                f"num_speculative_tokens is {self.num_speculative_tokens}; it must be at least 0, and below "
-                f"max_model_len - 1 = {self.max_model_len - 1}"
-            )
+            rule = f"at least 0, and below max_model_len - 1 = {self.max_model_len - 1}"
+            refuse("num_speculative_tokens", self.num_speculative_tokens, rule)
         if self.max_num_batched_tokens < self.max_num_seqs * self.max_query_len:
             each = "" if self.max_query_len == 1 else f" of {self.max_query_len} tokens each"
-            raise ValueError(
-                f"max_num_batched_tokens is {self.max_num_batched_tokens}; it must be at least max_num_seqs = "
-                f"{self.max_num_seqs} rows{each}, or a step could not decode all running requests"
-            )
+            least = f"at least max_num_seqs = {self.max_num_seqs} rows{each}"
+            rule = f"{least}, or a step could not decode all running requests"
+            refuse("max_num_batched_tokens", self.max_num_batched_tokens, rule)
 
     @property
     def max_query_len(self) -> int:
@@ -54,26 +46,19 @@ class EngineLimits:
         return 1 + self.num_speculative_tokens
 
     @classmethod
-    def of(cls, config: EngineConfig, spec: ModelSpec, device: torch.device) -> EngineLimits:
+    def of(cls, config: EngineConfig, spec: ModelSpec, device: torch.device) -> Self:
         """Fill in the defaults of the user's options. Raises ValueError for a length that the model can't support."""
-        longest, wanted = spec.max_position_embeddings, config.model.max_model_len
-        if wanted is not None:
-            if not 2 <= wanted <= spec.longest:
-                raise ValueError(
-                    f"max_model_len is {wanted}; it must be at least 2 and at most the model's {spec.longest}"
-                )
-            longest = wanted
-        drafts = config.speculative.num_drafts
+        longest, drafts = config.model.max_model_len or spec.max_position_embeddings, config.speculative.num_drafts
+        if config.model.max_model_len is not None and not 2 <= longest <= spec.longest:
+            refuse("max_model_len", longest, f"at least 2 and at most the model's {spec.longest}")
         rows = config.scheduler.max_num_seqs or DEFAULT_ROWS[device.type]
-        num_tokens = config.scheduler.max_num_batched_tokens
-        if num_tokens is None:
-            num_tokens = max(DEFAULT_TOKENS[device.type], rows * (1 + max(0, drafts)))
+        num_tokens = config.scheduler.max_num_batched_tokens or max(DEFAULT_TOKENS[device.type], rows * (1 + drafts))
         return cls(longest, rows, min(num_tokens, rows * longest), drafts)  # a step can't have more tokens
 
-    def smaller(self, *, rows: bool, tokens: bool) -> list[EngineLimits]:
-        """Return a copy with half of the requests, if `rows`, and another with half of the tokens, if `tokens`.
+    def smaller(self, *, rows: bool, tokens: bool) -> list[Self]:
+        """Return copies with half of the requests, if `rows`, and with half of the tokens, if `tokens`.
 
-        Copies below `LEAST_ROWS` or `LEAST_TOKENS` are left out, so the list may be empty.
+        Copies below `LEAST_ROWS` or `LEAST_TOKENS` are left out.
         """
         found, half_rows, half_tokens = [], self.max_num_seqs // 2, self.max_num_batched_tokens // 2
         if rows and half_rows >= LEAST_ROWS:

@@ -1,7 +1,5 @@
 """Attention backend, delta-rule kernels and KV-cache dtype of a model: the user's options, completed for a device."""
 
-from __future__ import annotations
-
 import warnings
 
 import torch
@@ -14,8 +12,7 @@ from bateleur.runner.models.spec import DeltaLayer, ModelSpec
 from bateleur.runner.utils.arguments import member_of, refuse
 from bateleur.runner.utils.device import DTYPES
 
-_ON_REQUEST = "flashinfer"
-"""Never selected by "auto": its sums depend on other tokens of the batch."""
+_ON_REQUEST = "flashinfer"  # never selected by "auto": its sums depend on other tokens of the batch
 
 
 def choose_backend(
@@ -23,9 +20,7 @@ def choose_backend(
 ) -> AttentionBackend:
     """Return the backend with this name, or for "auto" the first one that supports the model's widest heads and sinks.
 
-    kv_dtype: dtype of the KV cache; None: `dtype`.
-
-    Raises ValueError for an unknown name, or with the reason if the backend can't be used.
+    kv_dtype: dtype of the KV cache; None: `dtype`. Raises ValueError with the reason if the backend can't be used.
     """
     if name not in (known := ("auto", *backend_names())):
         refuse("attention_backend", name, f"one of {', '.join(known)}")
@@ -41,40 +36,31 @@ def choose_backend(
 def describe_backend(
     name: str, spec: ModelSpec, dtype: torch.dtype, device: torch.device, kv_dtype: torch.dtype | None = None
 ) -> str | None:
-    """Return the selected backend and why others are not selected, for `bateleur info`; None without attention layers.
-
-    Raises ValueError as `choose_backend`.
-    """
+    """Return the selected backend and why others are not, for `bateleur info`; None without attention layers."""
     if not spec.attention:
         return None
-
-    def refusal(candidate: str) -> str | None:
-        config = LayerConfig(spec.widest_head, dtype, device, kv_dtype=kv_dtype, sinks=spec.has_sinks)
-        return unsupported_reason(candidate, config)
-
     notes = [choose_backend(name, device, dtype, spec, kv_dtype).name]
+    needs = LayerConfig(spec.widest_head, dtype, device, kv_dtype=kv_dtype, sinks=spec.has_sinks)
     if name != "auto":
         return f"{name}, as requested"
-    notes += [f"not {before}: {why}" for before in preferred_backends(device) if (why := refusal(before)) is not None]
-    if refusal(_ON_REQUEST) is None:
+    reasons = {before: unsupported_reason(before, needs) for before in preferred_backends(device)}
+    notes += [f"not {before}: {why}" for before, why in reasons.items() if why is not None]
+    if unsupported_reason(_ON_REQUEST, needs) is None:
         notes.append(f"{_ON_REQUEST} only if requested: close tokens may change with the batch")
     return "; ".join(notes)
 
 
 def choose_scan(wanted: PromptScan | str, spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> PromptScan:
-    """Return the kernels that process prompts in layers with a delta rule: those of this package or of fla-core.
-
-    Raises ValueError, with the reason, if fla-core is requested and can't be used.
-    """
+    """Return the kernels for prompts in delta-rule layers. Raises ValueError if fla-core is requested but unusable."""
     scan = member_of(PromptScan, wanted)
     if scan is PromptScan.FLA:
-        if reason := _reason_against_fla(spec, dtype, device):
-            raise ValueError(f"prompt_scan is 'fla'; {reason}")
-        for per_channel in {len(layer.state.decay_shape) > 1 for layer in _delta_layers(spec)}:
-            try:
+        try:
+            if reason := _reason_against_fla(spec, dtype, device):
+                raise ValueError(reason)
+            for per_channel in {len(layer.state.decay_shape) > 1 for layer in _delta_layers(spec)}:
                 fla.kernel(per_channel)
-            except ValueError as error:
-                raise ValueError(f"prompt_scan is 'fla'; {error}") from error
+        except ValueError as error:
+            raise ValueError(f"prompt_scan is 'fla'; {error}") from error
     return scan
 
 
@@ -88,10 +74,7 @@ def _reason_against_fla(spec: ModelSpec, dtype: torch.dtype, device: torch.devic
 
 
 def describe_scan(wanted: PromptScan | str, spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> str | None:
-    """Return a text with the result of `choose_scan` and the reason, for `bateleur info`; None without delta rules.
-
-    Raises ValueError as `choose_scan`.
-    """
+    """Return the result of `choose_scan` and the reason, for `bateleur info`; None without delta rules."""
     scan = choose_scan(wanted, spec, dtype, device)
     if not _delta_layers(spec):
         return None
@@ -109,16 +92,10 @@ _KV_DTYPES = {**DTYPES, "fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m
 
 
 def choose_kv_cache_dtype(wanted: str, spec: ModelSpec) -> torch.dtype | None:
-    """Return the dtype of the KV cache, or None for the dtype of the model. `auto` follows the checkpoint.
-
-    Raises ValueError if the checkpoint asks for a cache that is not supported.
-    """
+    """Return the dtype of the KV cache; None for the model's dtype. Raises ValueError if it is not supported."""
     if wanted == "auto" and spec.kv_cache_dtype not in ("auto", *_KV_DTYPES):
-        refuse(
-            "kv_cache_dtype",
-            wanted,
-            f"bfloat16 or fp8: the checkpoint asks for {spec.kv_cache_dtype}, which is not supported",
-        )
+        rule = f"bfloat16 or fp8: the checkpoint asks for {spec.kv_cache_dtype}, which is not supported"
+        refuse("kv_cache_dtype", wanted, rule)
     return _KV_DTYPES.get(spec.kv_cache_dtype if wanted == "auto" else wanted)
 
 

@@ -1,8 +1,7 @@
 """Options for the caching of Mamba states, with defaults filled in, and the resulting cache layout."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
+from typing import Any, Self
 
 import torch
 
@@ -21,27 +20,18 @@ _RING = 16
 
 @dataclass(frozen=True, slots=True)
 class StateOptions:
-    """Options for the caching of Mamba states, with defaults filled in.
+    """Options for the caching of Mamba states, with defaults filled in."""
 
-    mode: states that are stored for later requests.
-    policy: how a step keeps the states that rejected drafts may need.
-    block_size: tokens between two kept states; None: chosen by `layout`.
-    retention: states that stay in the prefix cache, see `PrefixRetention.parse`; None: by mode.
-    ssm_dtype: dtype of SSM states; None: the checkpoint's.
-    num_speculative_tokens: K, draft tokens of a step.
-    steps_ahead: number of steps that are planned before the results of earlier ones are known: 0, or 1 if async.
-    """
-
-    mode: MambaCacheMode = MambaCacheMode.NONE
-    policy: StatePolicy = StatePolicy.FOLD
-    block_size: int | None = None
-    retention: str | None = None
-    ssm_dtype: torch.dtype | None = None
-    num_speculative_tokens: int = 0
-    steps_ahead: int = 0
+    mode: MambaCacheMode = MambaCacheMode.NONE  # states that are stored for later requests
+    policy: StatePolicy = StatePolicy.FOLD  # how a step keeps the states that rejected drafts may need
+    block_size: int | None = None  # tokens between two kept states; None: chosen by `layout`
+    retention: str | None = None  # states that stay in the prefix cache, see `PrefixRetention.parse`; None: by mode
+    ssm_dtype: torch.dtype | None = None  # of SSM states; None: the checkpoint's
+    num_speculative_tokens: int = 0  # K, draft tokens of a step
+    steps_ahead: int = 0  # steps that are planned before the results of earlier ones are known: 0, or 1 if async
 
     @classmethod
-    def of(cls, cache: CacheConfig, num_speculative_tokens: int, device: torch.device) -> StateOptions:
+    def of(cls, cache: CacheConfig, num_speculative_tokens: int, device: torch.device) -> Self:
         """Complete the user's options for a device.
 
         Without drafts the default policy is SLOTS (a state for every token of a step): on an H200 its layers were 12
@@ -55,8 +45,7 @@ class StateOptions:
         mode = member_of(MambaCacheMode, cache.mamba_cache_mode or default)
         if cache.mamba_retention is not None and mode is MambaCacheMode.NONE:
             refuse("mamba_retention", cache.mamba_retention, "None in cache mode 'none', which keeps no states")
-        drafts = num_speculative_tokens > 0
-        slots = not drafts or (device.type == "cpu" and mode is MambaCacheMode.NONE)
+        slots = not num_speculative_tokens or (device.type == "cpu" and mode is MambaCacheMode.NONE)
         policy = cache.mamba_state_policy or (StatePolicy.SLOTS if slots else StatePolicy.FOLD)
         return cls(
             mode=mode,
@@ -68,12 +57,11 @@ class StateOptions:
         )
 
     def layout(self, kv_block_size: int, max_model_len: int) -> CacheLayout:
-        """Return the layout of a request's states. States are stored at ends of KV blocks of `kv_block_size` tokens.
+        """Return the layout of a request's states, which are stored at ends of KV blocks of `kv_block_size` tokens.
 
-        Raises ValueError for a block size that is no multiple of `kv_block_size`, shorter than a step with drafts, or
-        longer than a request.
+        Raises ValueError for a block size that does not fit `kv_block_size`, a step with drafts, or a request.
         """
-        drafts = self.num_speculative_tokens
+        name, drafts = "mamba_block_size", self.num_speculative_tokens
         ring = max(_RING, 2 + 2 * drafts)
         if self.mode is MambaCacheMode.NONE:
             return CacheLayout(self.mode, max_model_len, drafts, max_model_len, self.policy, ring)
@@ -83,20 +71,14 @@ class StateOptions:
             while block_size < least or 2 * block_size <= wanted:
                 block_size *= 2
         elif block_size > max_model_len - 2:
-            raise ValueError(
-                f"mamba_block_size is {block_size}; it must be at most max_model_len - 2 = {max_model_len - 2}, or no "
-                "request could start after a block and draw a token"
-            )
+            most = f"at most max_model_len - 2 = {max_model_len - 2}"
+            refuse(name, block_size, f"{most}, or no request could start after a block and draw a token")
         if block_size < least:
-            raise ValueError(
-                f"mamba_block_size is {block_size}; it must be at least {least}, the tokens of a step that decodes, so "
-                "that no step crosses two boundaries"
-            )
+            step = f"at least {least}, the tokens of a step that decodes"
+            refuse(name, block_size, f"{step}, so that no step crosses two boundaries")
         if block_size % kv_block_size:
-            raise ValueError(
-                f"mamba_block_size is {block_size}; it must be a multiple of block_size = {kv_block_size}, so that "
-                "KV blocks and states end at the same tokens"
-            )
+            multiple = f"a multiple of block_size = {kv_block_size}"
+            refuse(name, block_size, f"{multiple}, so that KV blocks and states end at the same tokens")
         return CacheLayout(
             self.mode, block_size, drafts, max_model_len, self.policy, ring, steps_ahead=self.steps_ahead
         )
@@ -104,7 +86,6 @@ class StateOptions:
     def retained(self, layout: CacheLayout, page_bytes: int, token_bytes: int) -> PrefixRetention:
         """Return the rule for which states stay in the prefix cache.
 
-        page_bytes: bytes of a state. token_bytes: bytes of keys and values of one token.
         In mode ALL without `mamba_block_size` and `mamba_retention`, these states are kept: the newest, the last of the
         prompt, those after 1, 2, 4, ... blocks, and one per n tokens whose keys and values are as large as a state.
         Raises ValueError for an unknown rule.
@@ -124,17 +105,8 @@ class StateOptions:
         return PrefixRetention(size, every, last=True, prompt_end=True, doubling=True)
 
     def specs(self, spec: ModelSpec, dtype: torch.dtype) -> list[Recurrence]:
-        """Return the recurrence of each recurrent layer, with its dtypes.
-
-        Conv windows hold raw inputs in the model's dtype.
-        """
-        return [
-            replace(
-                layer.state,
-                conv_dtype=dtype,
-                ssm_dtype=self.ssm_dtype or layer.state.ssm_dtype,
-                policy=self.policy,
-                num_speculative_tokens=self.num_speculative_tokens,
-            )
-            for layer in spec.recurrent
-        ]
+        """Return the recurrence of each recurrent layer, with its dtypes. Conv windows have the model's dtype."""
+        drafts = self.num_speculative_tokens
+        common: dict[str, Any] = {"conv_dtype": dtype, "policy": self.policy, "num_speculative_tokens": drafts}
+        states = [layer.state for layer in spec.recurrent]
+        return [replace(each, ssm_dtype=self.ssm_dtype or each.ssm_dtype, **common) for each in states]

@@ -1,9 +1,7 @@
 """Finds the cause of a low draft acceptance rate: engine, features, norms, vocabulary, or the head's training."""
 
-from __future__ import annotations
-
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -16,24 +14,10 @@ from bateleur.runner.assets import shipped_draft, shipped_model
 from bateleur.runner.checkpoint.open import Checkpoint, open_checkpoint
 from bateleur.runner.checkpoint.tokenizer import load_tokenizer
 from bateleur.runner.config.engine_config import NGRAM
-from bateleur.runner.diagnose.explanation import (
-    ALONE,
-    EAGER,
-    ENGINE,
-    ORACLE,
-    ConventionResult,
-    Explanation,
-    Run,
-    conclude,
-)
-from bateleur.runner.diagnose.head_alone import (
-    Convention,
-    DraftsByPosition,
-    RecordedText,
-    RecordingDrafter,
-    conventions,
-    draft_by_position,
-)
+from bateleur.runner.diagnose import explanation as kinds
+from bateleur.runner.diagnose import head_alone
+from bateleur.runner.diagnose.explanation import ConventionResult, Explanation, Run, conclude
+from bateleur.runner.diagnose.head_alone import Convention, RecordedText, RecordingDrafter
 from bateleur.runner.engine.input_processor import Prompt
 from bateleur.runner.llm import LLM
 from bateleur.runner.sampling_params import SamplingParams
@@ -74,11 +58,9 @@ def explain(
     It compares three runs: the head in the engine; the head alone on features recorded from the target's texts, under
     every `Convention` (interpretation of its checkpoint); and the engine with a drafter that knows the target's texts.
 
-    model: folder of the target; None is the shipped model.
-    draft: folder of the head, "mtp" for the head in the target's files, or "auto" for the shipped head.
-    prompts: texts or token ids; by default twelve beginnings of Python code.
-    max_tokens: output tokens per prompt.
-    engine: further options of `LLM` for all engines.
+    model: folder of the target; None is the shipped model. draft: folder of the head, "mtp" for the head in the
+    target's files, or "auto" for the shipped head. prompts: texts or token ids; by default twelve beginnings of Python
+    code. engine: further options of `LLM` for all engines.
 
     Raises ValueError if an argument is out of range, a folder is invalid, or the outputs are too short.
     """
@@ -89,24 +71,13 @@ def explain(
         raise ValueError(f"max_tokens is {max_tokens}; with num_speculative_tokens = {k} it must be at least {k + 2}")
     checkpoint = open_checkpoint(shipped_model() if model is None else model)
     ids = _tokenised(PROMPTS if prompts is None else prompts, checkpoint)
-    longest = max(map(len, ids)) + max_tokens + k + 1
-    settings = {
-        "max_model_len": min(longest, checkpoint.spec.max_position_embeddings),
-        "max_num_seqs": min(len(ids), 16),
-        "skip_tokenizer_init": True,
-        "num_speculative_tokens": k,
-        "device": device,
-    }
+    longest = min(max(map(len, ids)) + max_tokens + k + 1, checkpoint.spec.max_position_embeddings)
+    settings: dict[str, Any] = {"max_model_len": longest, "max_num_seqs": min(len(ids), 16), "device": device}
+    settings |= {"skip_tokenizer_init": True, "num_speculative_tokens": k}
     folder = shipped_draft() if draft == "auto" else draft
-    study = _AcceptanceStudy(checkpoint, folder, settings | engine, ids, max_tokens)
-    llm = study.load_engine(draft=folder)
-    for temperature in TEMPERATURES:
-        study.generate(llm, temperature, ENGINE)
-    if llm.engine.runner.graphs.manager is not None:
-        llm = study.load_engine(draft=folder, cudagraph_mode="NONE")
-        for temperature in TEMPERATURES:
-            study.generate(llm, temperature, EAGER)
-    del llm  # one engine may fill the device
+    study = _AcceptanceStudy(checkpoint, folder, settings | engine, ids, max_tokens, k)
+    if study.run_engine(kinds.ENGINE):
+        study.run_engine(kinds.EAGER, cudagraph_mode="NONE")
     facts = study.run_head_alone()
     study.run_oracle()
     return conclude(replace(facts, runs=tuple(study.runs)), study.problems)
@@ -132,15 +103,11 @@ class _AcceptanceStudy:
     settings: dict[str, Any]
     prompts: list[list[int]]
     max_tokens: int
+    k: int  # number of drafts per step
     runs: list[Run] = field(default_factory=list)
     texts: dict[float, list[list[int]]] = field(default_factory=dict)
     """By temperature: prompt and output tokens of plain decoding, for every prompt."""
     problems: list[str] = field(default_factory=list)
-
-    @property
-    def k(self) -> int:
-        """Number of drafts per step."""
-        return int(self.settings["num_speculative_tokens"])
 
     def load_engine(self, **overrides: Any) -> LLM:
         """Load the target with these options changed, after freeing the memory of the previous engine."""
@@ -149,17 +116,20 @@ class _AcceptanceStudy:
             torch.cuda.empty_cache()
         return LLM(self.checkpoint.path, **(self.settings | overrides))
 
-    def generate(self, llm: LLM, temperature: float, name: str = "") -> list[list[int]]:
-        """Return prompt and output tokens of every prompt. All have one seed, so equal prefixes continue equally.
+    def run_engine(self, name: str, **overrides: Any) -> bool:
+        """Run the engine with the head; returns whether it has CUDA graphs."""
+        llm = self.load_engine(draft=self.draft, **overrides)
+        for temperature in TEMPERATURES:
+            self.generate(llm, temperature, name)
+        return llm.engine.runner.graphs.manager is not None
 
-        name: name of the `Run` to record; "" records none.
-        """
+    def generate(self, llm: LLM, temperature: float, name: str = "") -> list[list[int]]:
+        """Return prompt and output tokens of every prompt, drawn with one seed. name: of the `Run` to record."""
         counts = llm.get_metrics().acceptance
         assert counts is not None  # every engine here has a drafter
         tried, kept = counts.tried.copy(), counts.kept.copy()
         prompts: list[Prompt] = [{"prompt_token_ids": ids} for ids in self.prompts]
-        params = SamplingParams(temperature=temperature, seed=0, max_tokens=self.max_tokens)
-        outputs = llm.generate(prompts, params)
+        outputs = llm.generate(prompts, SamplingParams(temperature=temperature, seed=0, max_tokens=self.max_tokens))
         if name:
             reached, accepted = (counts.tried - tried).tolist(), (counts.kept - kept).tolist()
             self.runs.append(Run(name, temperature, tuple(reached), tuple(accepted)))
@@ -172,22 +142,19 @@ class _AcceptanceStudy:
         for temperature, texts in self.texts.items():
             recorder.script, when = texts, f"at temperature {temperature:g}"
             try:
-                outputs = self.generate(llm, temperature, ORACLE)
+                outputs = self.generate(llm, temperature, kinds.ORACLE)
             except RuntimeError as error:
                 self.problems.append(f"{when} the drafter gets contradictory tokens: {error}")
                 continue
             run = self.runs[-1]
             num_other = sum(text != right for text, right in zip(outputs, texts, strict=True))
             if num_other and (llm.dtype == torch.float32 or 2 * num_other > len(texts)):
-                self.problems.append(
-                    f"{when} {num_other} of {len(texts)} texts differ from plain decoding: accepted drafts leave wrong "
-                    "states"
-                )
+                differ = f"{num_other} of {len(texts)} texts differ from plain decoding"
+                self.problems.append(f"{when} {differ}: accepted drafts leave wrong states")
             elif not num_other and run.accepted != run.reached:
-                self.problems.append(
-                    f"{when} a drafter that is always right gives {run.tokens_per_step:.2f} tokens per step instead of "
-                    f"{self.k + 1}: the engine rejects right drafts, so no head can do better"
-                )
+                rate = f"{run.tokens_per_step:.2f} tokens per step instead of {self.k + 1}"
+                reason = "the engine rejects right drafts, so no head can do better"
+                self.problems.append(f"{when} a drafter that is always right gives {rate}: {reason}")
 
     @torch.inference_mode()
     def run_head_alone(self) -> Explanation:
@@ -198,7 +165,7 @@ class _AcceptanceStudy:
         llm = self.load_engine(drafter=recorder, draft_policy="fixed", cudagraph_mode="NONE", **plain)
         head = DraftHead.open(self.draft, llm.engine.model, checkpoint=self.checkpoint).head
         head.reserve_positions(llm.limits.max_model_len)
-        tried = conventions(head, spec.num_layers)
+        tried = head_alone.conventions(head, spec.num_layers)
         recorder.keep = frozenset({spec.num_layers + 1}.union(*(each.boundaries for each in tried)))
         texts: dict[float, list[RecordedText]] = {}
         for t in TEMPERATURES:
@@ -206,40 +173,28 @@ class _AcceptanceStudy:
             recorded = [recorder.recorded_text(*pair) for pair in zip(self.prompts, self.texts[t], strict=True)]
             texts[t] = [text for text in recorded if len(text.tokens) > text.prompt_len + self.k + 1]
         if not all(texts.values()):
-            raise ValueError(
-                f"prompts: no output has more than {self.k + 1} tokens, so nothing can be drafted; give other prompts"
-            )
+            short = f"no output has more than {self.k + 1} tokens"
+            raise ValueError(f"prompts: {short}, so nothing can be drafted; give other prompts")
         greedy, sampled = TEMPERATURES
         logits = llm.engine.model.logits
-        draft = partial(draft_by_position, num_drafts=self.k, target_logits=logits, temperature=sampled)
+        draft = partial(head_alone.draft_by_position, num_drafts=self.k, target_logits=logits, temperature=sampled)
         steps = [draft(tried[0], text).steps() for text in texts[greedy]]
         reached, accepted = (tuple(sum(counts).tolist()) for counts in zip(*steps, strict=True))
-        self.runs.append(Run(ALONE, greedy, reached, accepted))
+        self.runs.append(Run(kinds.ALONE, greedy, reached, accepted))
         every = [*texts[greedy], *texts[sampled]]
         share, ids = 1.0, head.target_ids
         if ids is not None:
             output = torch.tensor([token for text in every for token in text.tokens[text.prompt_len + 1 :]])
             share = float(torch.isin(output, ids.cpu()).double().mean())
-        return Explanation(
-            draft=str(self.draft),
-            kind=head.spec.kind,
-            num_speculative_tokens=self.k,
-            runs=(),
-            conventions=_results(draft, tried, every),
-            draft_vocab_size=head.spec.draft_vocab_size,
-            vocab_size=spec.vocab_size,
-            vocabulary_share=share,
+
+        def accepted_of(convention: Convention, *, shuffle: bool = False) -> Tensor:
+            return torch.cat([draft(convention, text, shuffle=shuffle).accepted for text in every])
+
+        declared = accepted_of(tried[0])
+        results = tuple(
+            ConventionResult.of(each.name, each.cause, accepted_of(each), declared, accepted_of(each, shuffle=True))
+            for each in tried
         )
-
-
-def _results(
-    draft: Callable[..., DraftsByPosition], tried: Sequence[Convention], texts: Sequence[RecordedText]
-) -> tuple[ConventionResult, ...]:
-    def accepted(convention: Convention, *, shuffle: bool = False) -> Tensor:
-        return torch.cat([draft(convention, text, shuffle=shuffle).accepted for text in texts])
-
-    declared = accepted(tried[0])
-    return tuple(
-        ConventionResult.of(each.name, each.cause, accepted(each), declared, accepted(each, shuffle=True))
-        for each in tried
-    )
+        facts: dict[str, Any] = {"draft": str(self.draft), "kind": head.spec.kind, "num_speculative_tokens": self.k}
+        facts |= {"draft_vocab_size": head.spec.draft_vocab_size, "vocab_size": spec.vocab_size}
+        return Explanation(**facts, runs=(), conventions=results, vocabulary_share=share)

@@ -1,37 +1,30 @@
 """Measurements of `explain`, and the conclusions drawn from them."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from itertools import accumulate, pairwise
 from operator import mul
-from typing import Any
+from typing import Any, Self
 
 from torch import Tensor
 
-_MIN_GAIN = 0.02
-"""Least difference to report, in accepted drafts per step and as a share of them."""
-_MIN_SIGMAS = 3.0
-"""Least difference to report, in standard errors."""
+_MIN_GAIN = 0.02  # least difference to report, in accepted drafts per step and as a share of them
+_MIN_SIGMAS = 3.0  # least difference to report, in standard errors
 _COLLAPSE, _MIN_REACHED = 0.6, 10
 """A position is reported if its acceptance rate is below 0.6 of the one before, and it was reached 10 times or more."""
 _AGREEMENT = 0.93
 """Least ratio of tokens per step for two runs of one head to count as equal; rounding differs between them."""
-_MIN_OUTSIDE = 0.05
-"""Least share of the target's tokens outside the draft vocabulary to report."""
+_MIN_OUTSIDE = 0.05  # least share of the target's tokens outside the draft vocabulary to report
 
 ENGINE, EAGER, ALONE, ORACLE = "engine", "without graphs", "head alone", "all drafts right"
+"""Runs: the head in the engine, the same without CUDA graphs, the head on recorded texts, and a drafter that knows the
+text, in the engine."""
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Counts of one run: how often the draft at each position was reached and accepted.
-
-    name: `ENGINE` (the head in the engine), `EAGER` (the same without CUDA graphs), `ALONE` (the head on recorded
-        texts), or `ORACLE` (a drafter that knows the text, in the engine).
-    """
+    """Counts of one run: how often the draft at each position was reached and accepted. name: one of those above."""
 
     name: str
     temperature: float
@@ -46,37 +39,26 @@ class Run:
 
     @property
     def tokens_per_step(self) -> float:
-        """Mean tokens per step of an infinite text with these rates.
-
-        The last step of a real text has fewer tokens, because the text ends.
-        """
-        rates = (0.0 if math.isnan(rate) else rate for rate in self.acceptance)
-        return 1.0 + float(sum(accumulate(rates, mul)))
+        """Mean tokens per step of an infinite text with these rates. The last step of a real text has fewer tokens."""
+        return 1.0 + float(sum(accumulate((0.0 if math.isnan(rate) else rate for rate in self.acceptance), mul)))
 
 
 @dataclass(frozen=True, slots=True)
 class ConventionResult:
-    """Expected acceptance under one `Convention` (interpretation of the head), over all output positions of the texts.
-
-    cause: see `Convention`. tokens_per_step: mean over the positions. from_tokens_alone: this mean with shuffled
-    features.
-    better, uses_features: whether tokens_per_step is significantly higher than under the convention that the checkpoint
-    declares, and higher than from_tokens_alone.
-    """
+    """Expected acceptance under one `Convention` (interpretation of the head), over all positions of the texts."""
 
     name: str
     cause: str
     tokens_per_step: float
-    from_tokens_alone: float
+    from_tokens_alone: float  # tokens per step with shuffled features
     better: bool
-    uses_features: bool
+    """Whether tokens_per_step is significantly higher than under the convention that the checkpoint declares."""
+    uses_features: bool  # whether tokens_per_step is significantly higher than from_tokens_alone
 
     @classmethod
-    def of(cls, name: str, cause: str, accepted: Tensor, declared: Tensor, shuffled: Tensor) -> ConventionResult:
-        """Create a result from numbers of accepted drafts at each of P positions, (P,) each.
-
-        accepted: under this convention. declared: under the checkpoint's. shuffled: under this one, with shuffled
-        features.
+    def of(cls, name: str, cause: str, accepted: Tensor, declared: Tensor, shuffled: Tensor) -> Self:
+        """Create a result from numbers of accepted drafts at P positions, (P,) each: under this convention, under the
+        checkpoint's, and under this one with shuffled features.
         """
         tokens, alone = 1 + float(accepted.mean()), 1 + float(shuffled.mean())
         return cls(name, cause, tokens, alone, _exceeds(accepted, declared), _exceeds(accepted, shuffled))
@@ -91,24 +73,17 @@ def _exceeds(accepted: Tensor, other: Tensor) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Explanation:
-    """Measurements and causes of a low acceptance rate.
-
-    conventions: results under each convention, the declared one first; drafts sampled at temperature 0.8, texts
-        generated at all temperatures.
-    vocabulary_share: share of the target's tokens that are in the draft vocabulary, an upper bound of acceptance rates.
-    causes: any of "bookkeeping", "features", "norm", "vocabulary" and "rollout", most likely first; may be empty.
-    conclusions: at least one sentence.
-    """
+    """Measurements and causes of a low acceptance rate."""
 
     draft: str
     kind: str
     num_speculative_tokens: int
     runs: tuple[Run, ...]
-    conventions: tuple[ConventionResult, ...]
+    conventions: tuple[ConventionResult, ...]  # the declared one first; drafts sampled at temperature 0.8
     draft_vocab_size: int
     vocab_size: int
-    vocabulary_share: float
-    causes: tuple[str, ...] = ()
+    vocabulary_share: float  # of the target's tokens in the draft vocabulary: upper bound of acceptance rates
+    causes: tuple[str, ...] = ()  # of bookkeeping, features, norm, vocabulary and rollout, most likely first
     conclusions: tuple[str, ...] = ()
 
     def run(self, name: str, temperature: float = 0.0) -> Run | None:
@@ -159,11 +134,17 @@ def conclude(facts: Explanation, problems: list[str]) -> Explanation:
             f"tokens, so no acceptance rate can exceed {share:.0%}"
         )
         found.append(("vocabulary", text))
-    if not better:  # rates of a misinterpreted head do not show how it was trained
-        found += [("rollout", text) for text in _rollout_problems(facts)]
+    if not better and (text := _rollout_problem(facts)):  # a misinterpreted head does not show how it was trained
+        found.append(("rollout", text))
     causes = tuple(dict.fromkeys(cause for cause, _ in found))
-    lines = tuple(f"{cause}: {text}" for cause, text in found) or (_no_cause(declared),)
-    return replace(facts, causes=causes, conclusions=lines)
+    lines = [f"{cause}: {text}" for cause, text in found]
+    if not found:
+        rate = f"{declared.tokens_per_step:.2f} tokens per step"
+        lines = [f"nothing wrong found: the head itself gives {rate} on these texts"]
+        if not declared.uses_features:
+            reason = "the head is untrained, or belongs to another target"
+            lines[0] += f". The target's features make no difference: {reason}"
+    return replace(facts, causes=causes, conclusions=tuple(lines))
 
 
 def _engine_problems(facts: Explanation) -> Iterator[str]:
@@ -186,20 +167,13 @@ def _engine_problems(facts: Explanation) -> Iterator[str]:
     )
 
 
-def _rollout_problems(facts: Explanation) -> Iterator[str]:
-    """Yield a problem at the first position where the acceptance rate of the head alone collapses."""
+def _rollout_problem(facts: Explanation) -> str:
+    """Return the problem at the first position where the acceptance rate of the head alone collapses; "" if none."""
     alone = facts.run(ALONE)
     rates, reached = ((), ()) if alone is None else (alone.acceptance, alone.reached)
     for i, (before, this) in enumerate(pairwise(rates), 1):
         if this < _COLLAPSE * before and reached[i] >= _MIN_REACHED:
-            yield (
-                f"the acceptance rate of draft {i + 1} is {this:.0%} and of draft {i} {before:.0%}, also without the "
-                "engine: the head was trained on the target's features only, not on its own"
-            )
-            return
-
-
-def _no_cause(declared: ConventionResult) -> str:
-    text = f"nothing wrong found: the head itself gives {declared.tokens_per_step:.2f} tokens per step on these texts"
-    unused = ". The target's features make no difference: the head is untrained, or belongs to another target"
-    return text if declared.uses_features else text + unused
+            rates_of = f"the acceptance rate of draft {i + 1} is {this:.0%} and of draft {i} {before:.0%}"
+            reason = "the head was trained on the target's features only, not on its own"
+            return f"{rates_of}, also without the engine: {reason}"
+    return ""

@@ -1,9 +1,4 @@
-"""Reports which batches run in which CUDA graph, for a checkpoint and engine options.
-
-It loads no weights and captures nothing.
-"""
-
-from __future__ import annotations
+"""Reports which batches run in which CUDA graph, for a checkpoint and options. No weights are loaded."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -35,17 +30,13 @@ class GraphFacts:
 
     plan: CudagraphDispatcher
     notes: tuple[str, ...]
-    """Why the mode differs from the requested one, and other remarks for the user."""
     decode: tuple[Coverage, ...]
     """Coverage of 1, 2, ... decoding requests: without drafts, then with the drafts that all rows may have."""
     prompts: Coverage
     """Coverage of one prefill with 1, 2, ... tokens; its ranges count tokens."""
-    ends: tuple[BatchExecutionDescriptor, ...] = ()
-    """Graphs that sample or verify after a decode step."""
-    proposals: tuple[BatchExecutionDescriptor, ...] = ()
-    """Graphs in which a draft head proposes after a decode step."""
-    nbytes: int = 0
-    """Approximate bytes of memory that all graphs share, without the memory that the driver keeps for each."""
+    ends: tuple[BatchExecutionDescriptor, ...]  # graphs that sample or verify after a decode step
+    proposals: tuple[BatchExecutionDescriptor, ...]  # graphs in which a draft head proposes after a decode step
+    nbytes: int  # approximate bytes of memory that all graphs share, without the memory that the driver keeps for each
 
     def as_dict(self) -> dict[str, Any]:
         """Return all facts as JSON values."""
@@ -105,11 +96,11 @@ def describe_graphs(path: str | Path, **options: Any) -> GraphFacts:
     decode = tuple(plan.coverage(limits.max_num_seqs, length) for length in query_lens)
     largest = max((key.num_tokens for key in plan.keys), default=0)
     shared = graph_bytes(empty_model(config, checkpoint, dtype), limits, largest)
-    ends = variant_keys(plan.keys, KINDS)
-    facts = GraphFacts(plan, tuple(notes), decode, Coverage.of(1, prompts), ends, nbytes=shared)
-    if config.speculative.draft in (None, NGRAM) or not refreshes_in_graph(backend.builder()):
-        return facts
-    return replace(facts, proposals=variant_keys(plan.keys, [length - 1 for length in reversed(query_lens)]))
+    proposals: tuple[BatchExecutionDescriptor, ...] = ()
+    if config.speculative.draft not in (None, NGRAM) and refreshes_in_graph(backend.builder()):
+        proposals = variant_keys(plan.keys, [length - 1 for length in reversed(query_lens)])
+    covered, ends = Coverage.of(1, prompts), variant_keys(plan.keys, KINDS)
+    return GraphFacts(plan, tuple(notes), decode, covered, ends, proposals, shared)
 
 
 def _as_dict(coverage: Coverage) -> dict[str, Any]:
@@ -117,9 +108,5 @@ def _as_dict(coverage: Coverage) -> dict[str, Any]:
     for span in coverage.ranges:
         graph = None if span.descriptor is None else str(span.descriptor)
         spans.append({"first": span.first, "last": span.last, "graph": graph, "why": str(span.reason)})
-    return {
-        "query_len": coverage.query_len,
-        "spans": spans,
-        "mean_padding": coverage.mean_padding,
-        "worst_padding": coverage.worst_padding,
-    }
+    sizes = {name: getattr(coverage, name) for name in ("mean_padding", "worst_padding")}
+    return {"query_len": coverage.query_len, "spans": spans, **sizes}

@@ -6,8 +6,6 @@ Token p of a head's pass gets the target's feature at position p and token p + 1
 # Shapes: T rows of a text, P output positions at which drafting starts, K drafts, N keys of the text and of the passes,
 # V vocabulary, H heads, D lanes of a head.
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -32,8 +30,7 @@ class Convention:
     name: str
     cause: str
     """The error of the checkpoint's config if this one is better: "features", "norm", "vocabulary"; "" as declared."""
-    boundaries: tuple[int, ...]
-    """Layers whose input the head gets. `num_layers` is the last hidden state, `num_layers` + 1 that after the norm."""
+    boundaries: tuple[int, ...]  # `num_layers` is the last hidden state, `num_layers` + 1 that after the norm
     head: Head
 
 
@@ -93,29 +90,24 @@ def _respecified(head: H, **changes: object) -> H:
 
 @dataclass(frozen=True, slots=True)
 class RecordedText:
-    """A text of the target, and the features that the target computed, by layer as in `Convention.boundaries`."""
+    """A text of the target (prompt and output), and the features (T, width) that it computed, by boundary."""
 
     tokens: list[int]
-    """Prompt and output."""
     prompt_len: int
     features: dict[int, Tensor]
-    """(T, width) by boundary, numbered as in `Convention.boundaries`."""
 
 
 class RecordingDrafter:
-    """A drafter that records the target's features, and proposes tokens of known texts.
+    """A drafter that records the target's features, and proposes tokens of known texts. It waits for the device.
 
-    keep: layers whose inputs are recorded, as in `Convention.boundaries`. script: whole texts, prompt and output; a
-    request that begins like one of them gets the rest of this text as drafts.
-
-    `propose` waits for the device. It raises RuntimeError if `next_token` is not the last emitted token.
+    A request that begins like a text of `script` gets the rest of this text as drafts.
     """
 
     def __init__(self, num_speculative_tokens: int, num_layers: int) -> None:
         self.num_speculative_tokens = num_speculative_tokens
         self.needs = TargetNeeds(tuple(range(num_layers + 1)), hidden=True)
-        self.keep: frozenset[int] = frozenset()
-        self.script: list[list[int]] = []
+        self.keep: frozenset[int] = frozenset()  # layers whose inputs are recorded, as in `Convention.boundaries`
+        self.script: list[list[int]] = []  # whole texts, prompt and output
         self._tokens: dict[int, list[int]] = {}
         self._chunks: dict[int, dict[int, list[Tensor]]] = {}
         self._features_of_prompt: dict[tuple[int, ...], dict[int, list[Tensor]]] = {}
@@ -123,8 +115,7 @@ class RecordingDrafter:
     def admit(self, row: int, token_ids: list[int]) -> None:
         """Start to record a request, see `Drafter.admit`."""
         self._tokens[row] = list(token_ids)
-        chunks: dict[int, list[Tensor]] = {boundary: [] for boundary in self.keep}
-        self._chunks[row] = self._features_of_prompt[tuple(token_ids)] = chunks
+        self._chunks[row] = self._features_of_prompt[tuple(token_ids)] = {boundary: [] for boundary in self.keep}
 
     def propose(self, context: DraftContext) -> Tensor:
         """Record the features of a step and return drafts from the known texts, see `Drafter.propose`."""
@@ -145,22 +136,16 @@ class RecordingDrafter:
 
     def recorded_text(self, prompt: Sequence[int], tokens: Sequence[int]) -> RecordedText:
         """Return the recording of the request with this prompt. tokens: its prompt and output."""
-        chunks = self._features_of_prompt[tuple(prompt)]
-        features = {boundary: torch.cat(parts) for boundary, parts in chunks.items()}
+        features = {boundary: torch.cat(parts) for boundary, parts in self._features_of_prompt[tuple(prompt)].items()}
         return RecordedText(list(tokens), len(prompt), features)
 
 
 class DraftsByPosition(NamedTuple):
-    """Results of K drafts at each of P output positions of a text; (P, K) each. Drafts follow the text's own tokens.
+    """Results of K drafts at each of P output positions of a text; (P, K) each. Drafts follow the text's own tokens."""
 
-    right: whether the most likely draft is the text's token. overlap: sum of min(p, q) of target and draft
-    probabilities, the probability that a sampled draft is accepted. known: whether the text has a token there that is
-    not its last one.
-    """
-
-    right: Tensor
-    overlap: Tensor
-    known: Tensor
+    right: Tensor  # whether the most likely draft is the text's token
+    overlap: Tensor  # sum of min(p, q) of target and draft: the probability that a sampled draft is accepted
+    known: Tensor  # whether the text has a token there that is not its last one
 
     @property
     def accepted(self) -> Tensor:
@@ -189,8 +174,7 @@ def draft_by_position(
 ) -> DraftsByPosition:
     """Draft from every output position of a text, given the target's features and the text's tokens.
 
-    target_logits: maps states after the final norm to (n, V). shuffle: whether to permute the features over the text,
-    so that the head gets information only from the tokens.
+    target_logits: maps states after the final norm to (n, V). shuffle: permute the features, so that only tokens help.
     """
     head, num_rows = convention.head, len(text.tokens) - 2
     hidden = head.fuse([text.features[boundary][:num_rows] for boundary in convention.boundaries])
@@ -217,15 +201,12 @@ def draft_by_position(
 
 
 class _BranchAttention:
-    """Attention of branches, which are drafts that start at each position of a text.
-
-    A branch sees the text before it and its own drafts.
-    The first call for a layer is the pass over the text. Each later call is one pass of all branches.
+    """Attention of branches, which are drafts that start at each position of a text. A branch sees the text before it
+    and its own drafts. The first call for a layer is the pass over the text, each later call one pass of all branches.
     """
 
     def __init__(self, spec: HeadSpec, start_P: Tensor) -> None:
-        self._window = spec.sliding_window or 1 << 31
-        self._start_P = start_P
+        self._window, self._start_P = spec.sliding_window or 1 << 31, start_P
         self._passes: dict[int, list[tuple[Tensor, Tensor]]] = {}
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

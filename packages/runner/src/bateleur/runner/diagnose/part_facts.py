@@ -1,37 +1,25 @@
 """Layers, parameters and bytes of a model by kind of layer."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import dataclass
 
 import torch
 
 from bateleur.runner.models import HybridDecoder
+from bateleur.runner.models import spec as layers
 from bateleur.runner.models.experts import ROUTED
 from bateleur.runner.models.memory_report import describe_quantized, quantized_parts, weight_sizes
-from bateleur.runner.models.spec import (
-    AttentionLayer,
-    DeltaLayer,
-    ExpertsLayer,
-    LatentLayer,
-    MambaLayer,
-    MlpLayer,
-    ModelSpec,
-    ShortConvLayer,
-    SingleLayer,
-    parts_of,
-)
+from bateleur.runner.models.spec import ExpertsLayer, ModelSpec, SingleLayer, parts_of
 from bateleur.runner.spec_decode.mtp_head import MtpHead
 
 KINDS = {
-    MambaLayer: "mamba",
-    DeltaLayer: "delta",
-    ShortConvLayer: "short conv",
-    AttentionLayer: "attention",
-    LatentLayer: "attention",
-    MlpLayer: "mlp",
-    ExpertsLayer: "experts",
+    layers.MambaLayer: "mamba",
+    layers.DeltaLayer: "delta",
+    layers.ShortConvLayer: "short conv",
+    layers.AttentionLayer: "attention",
+    layers.LatentLayer: "attention",
+    layers.MlpLayer: "mlp",
+    layers.ExpertsLayer: "experts",
 }
 EMBEDDINGS = "embeddings"
 
@@ -43,8 +31,7 @@ class PartFacts:
     layers: int
     parameters: int
     weight_bytes: int
-    active_bytes: int
-    """Bytes of the weights that one token uses: of experts only those that the router selects."""
+    active_bytes: int  # bytes of the weights that one token uses: of experts only those that the router selects
 
 
 def layer_of(spec: ModelSpec, name: str) -> SingleLayer | None:

@@ -6,11 +6,10 @@ The number of experts that are read assumes that each token goes to `top_k` expe
 Norms, activations and sampling count as fused with the products around them.
 """
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from dataclasses import dataclass, fields
+from typing import Self
 
 import torch
 
@@ -27,8 +26,6 @@ from bateleur.runner.models.spec import AttentionLayer, ExpertsLayer, ModelSpec,
 
 _STATE_FLOPS: dict[type[Recurrence], int] = {Mamba2: 5, GatedDelta: 7, KimiDelta: 7}
 """Flops per state entry and token: decay, update and read; a delta rule reads twice."""
-_LOGIT_BYTES = 4
-"""Logits are float32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +43,8 @@ class StepPart:
         """Sum of all bytes."""
         return self.weight_bytes + self.kv_bytes + self.state_bytes + self.activation_bytes
 
-    def __add__(self, other: StepPart) -> StepPart:
-        return StepPart(*(getattr(self, name) + getattr(other, name) for name in (each.name for each in fields(self))))
+    def __add__(self, other: Self) -> Self:
+        return type(self)(*(getattr(self, each.name) + getattr(other, each.name) for each in fields(self)))
 
     def bound_us(self, bytes_per_s: float, flops_per_s: float = float("inf")) -> float:
         """Return the least time in microseconds, if memory accesses and flops overlap perfectly."""
@@ -59,10 +56,8 @@ def step_costs(
 ) -> dict[str, StepPart]:
     """Return the costs of a step by type of layer (the names of `bateleur info`), and of `embeddings`.
 
-    model: model in its compute dtype; may be on the `meta` device. caches: state layout and number of drafts. batch:
-    number of requests. context: cached tokens per request. tokens: tokens per request in this step, 1 plus drafts.
-
-    Raises ValueError for a count below 1, or for more tokens than the caches have room for.
+    model: may be on the `meta` device. context: cached tokens per request. tokens: tokens per request in this step, 1
+    plus drafts. Raises ValueError for a count below 1, or for more tokens than the caches have room for.
     """
     for name, value in (("batch", batch), ("context", context), ("tokens", tokens)):
         if value < 1:
@@ -74,8 +69,7 @@ def step_costs(
         found[kind] += part
     for keys in model.spec.attention:
         found[KINDS[type(keys)]] += _keys(keys, caches.kv_dtype, batch, context, tokens)
-    states = caches.options.states.specs(model.spec, model.dtype)
-    for layer, state in zip(model.spec.recurrent, states, strict=True):
+    for layer, state in zip(model.spec.recurrent, caches.options.states.specs(model.spec, model.dtype), strict=True):
         found[KINDS[type(layer)]] += _states(state, caches, batch, tokens)
     return dict(found)
 
@@ -92,12 +86,11 @@ def experts_met(layer: ExpertsLayer, num_tokens: int) -> float:
 
 def _weights(model: HybridDecoder, num_tokens: int) -> list[tuple[str, StepPart]]:
     """Return the costs of matrix products, and of reads of other weights, in the order of the weights."""
-    spec, size = model.spec, model.dtype.itemsize
-    rows = StepPart(weight_bytes=num_tokens * spec.hidden_size * size)
-    logits = StepPart(activation_bytes=num_tokens * spec.vocab_size * _LOGIT_BYTES)
-    sizes = weight_sizes(model.weights(), model.matrices)
+    spec, sizes = model.spec, weight_sizes(model.weights(), model.matrices)
+    row_bytes = num_tokens * spec.hidden_size * model.dtype.itemsize
+    logit_bytes = 4 * num_tokens * spec.vocab_size  # float32
     head = _product(sizes["embedding" if model.ties_lm_head else "lm_head"], num_tokens, 1.0)
-    found = [(EMBEDDINGS, rows + logits + head)]
+    found = [(EMBEDDINGS, head + StepPart(weight_bytes=row_bytes, activation_bytes=logit_bytes))]
     for name, weight in sizes.items():
         if (layer := layer_of(spec, name)) is None:
             continue
@@ -106,22 +99,18 @@ def _weights(model: HybridDecoder, num_tokens: int) -> list[tuple[str, StepPart]
             share = experts_met(layer, num_tokens) / layer.num_experts
             inputs = num_tokens * layer.top_k / layer.num_experts
         found.append((KINDS[type(layer)], _product(weight, inputs, share)))
-    stream = StepPart(activation_bytes=2 * num_tokens * spec.hidden_size * size)
+    stream = StepPart(activation_bytes=2 * row_bytes)
     return [*found, *((KINDS[type(parts[0])], stream) for parts in map(parts_of, spec.layers))]
 
 
 def _product(weight: WeightSize, num_inputs: float, share: float) -> StepPart:
-    """Return the costs of a weight. share: part of it that is read.
-
-    num_inputs: tokens multiplied by each of its matrices.
-    """
+    """Return the costs of a weight. num_inputs: tokens multiplied by each of its matrices. share: part that is read."""
     read = StepPart(weight_bytes=share * weight.num_bytes)
     if len(weight.shape) < 2:
         return read
     *count, out, into = weight.shape
     lanes = num_inputs * (out + into) * (count[0] if count else 1)
-    flops = 2.0 * num_inputs * weight.numel
-    return read + StepPart(activation_bytes=lanes * weight.dtype.itemsize, flops=flops)
+    return read + StepPart(activation_bytes=lanes * weight.dtype.itemsize, flops=2.0 * num_inputs * weight.numel)
 
 
 def _keys(layer: AttentionLayer, dtype: torch.dtype, batch: int, context: int, tokens: int) -> StepPart:
@@ -139,24 +128,15 @@ def _states(state: Recurrence, caches: CacheCosts, batch: int, tokens: int) -> S
         moved = memory_traffic.fold_step_bytes(state, tokens, memory_traffic.FoldCycle.of(caches.layout, tokens))
     else:
         moved = float(memory_traffic.slots_step_bytes(state, tokens))
-    entries = math.prod(state.state_shape)
-    flops = _STATE_FLOPS.get(type(state), 0) * entries + 2.0 * state.conv_width * state.conv_dim
+    flops = _STATE_FLOPS.get(type(state), 0) * math.prod(state.state_shape) + 2.0 * state.conv_width * state.conv_dim
     return StepPart(state_bytes=batch * moved, flops=batch * tokens * flops)
 
 
 def default_cache_costs(
     spec: ModelSpec, dtype: torch.dtype, longest: int, device: str, drafts: int = 0, kv_cache_dtype: str = "auto"
 ) -> CacheCosts:
-    """Return the cache costs of an engine with default options, apart from `kv_cache_dtype`.
-
-    longest: maximum tokens of a request. device: device type, "cpu" or "cuda".
-    """
-    config = EngineConfig.of()
-    states = StateOptions.of(config.cache, drafts, torch.device(device))
-    options = CacheOptions(
-        block_size=config.cache.block_size,
-        share_prefixes=False,
-        states=states,
-        kv_dtype=choose_kv_cache_dtype(kv_cache_dtype, spec),
-    )
+    """Return the cache costs of an engine with default options but `kv_cache_dtype`. device: "cpu" or "cuda"."""
+    cache, kv_dtype = EngineConfig.of().cache, choose_kv_cache_dtype(kv_cache_dtype, spec)
+    states = StateOptions.of(cache, drafts, torch.device(device))
+    options = CacheOptions(block_size=cache.block_size, share_prefixes=False, states=states, kv_dtype=kv_dtype)
     return CacheCosts.of(spec, dtype, longest, options)

@@ -1,7 +1,5 @@
 """Collectives outside of layers: share errors, keep the CUDA graphs that all ranks have, compare steps."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Mapping
 from hashlib import blake2b
@@ -17,16 +15,14 @@ from bateleur.runner.errors import PrefixRefused, RankFailed
 
 T = TypeVar("T")
 
-_MESSAGE_BYTES = 1024
-"""Longest error message that is sent to other ranks."""
+_MESSAGE_BYTES = 1024  # longest error message that is sent to other ranks
 _KINDS: tuple[type[Exception], ...] = (ValueError, OSError, PrefixRefused)
 
 
 def run_on_all_ranks(ranks: Ranks, work: Callable[[], T]) -> T:
-    """Run `work` on every rank, and raise the error of one rank on all of them. It needs one collective.
+    """Run `work` on every rank. Raise the ValueError, PrefixRefused or OSError of the first failed rank on all ranks.
 
-    Raises on every rank the ValueError, PrefixRefused or OSError of the first rank that raised one. Other errors are
-    raised on their rank only, and end the other ranks.
+    It needs one collective. Other errors are raised on their rank only, and end the other ranks.
     """
     if ranks.alone:
         return work()
@@ -36,8 +32,7 @@ def run_on_all_ranks(ranks: Ranks, work: Callable[[], T]) -> T:
     except (ValueError, OSError) as raised:
         error = raised
     message = b"" if error is None else _encode(error)
-    padded = torch.tensor([*message, *bytes(_MESSAGE_BYTES - len(message))], dtype=torch.uint8)
-    messages = ranks.every(padded)
+    messages = ranks.every(torch.tensor([*message, *bytes(_MESSAGE_BYTES - len(message))], dtype=torch.uint8))
     failed = [rank for rank, first in enumerate(messages[:, 0].tolist()) if first]
     if not failed:
         return result
@@ -60,10 +55,7 @@ def _decode(rank: int, message: bytes) -> Exception:
 
 
 def keep_common_graphs(manager: CudaGraphManager[Any, Any], ranks: Ranks) -> None:
-    """Release the graphs that some rank could not capture, so that all ranks choose the same graphs.
-
-    All ranks must call it. Raises RankFailed if ranks have planned different graphs.
-    """
+    """Release the graphs that some rank could not capture. Raises RankFailed if ranks have planned different ones."""
     if ranks.alone:
         return
     codec = RankStepCodec(manager.dispatcher)
@@ -81,10 +73,7 @@ def keep_common_graphs(manager: CudaGraphManager[Any, Any], ranks: Ranks) -> Non
 
 
 def check_equal_steps(ranks: Ranks, fields: Mapping[str, NDArray[Any]]) -> None:
-    """Check that the fields of a step (arrays by name) are equal on all ranks, by comparing digests.
-
-    Raises RankFailed on every rank if they differ, with field and rank.
-    """
+    """Raise RankFailed on every rank, with field and rank, if fields of a step differ. fields: arrays by name."""
     digests = [blake2b(field.tobytes(), digest_size=7).digest() for field in fields.values()]
     by_rank = ranks.gather_ints([int.from_bytes(digest, "big") for digest in digests])
     for name, *values in zip(fields, *by_rank, strict=True):

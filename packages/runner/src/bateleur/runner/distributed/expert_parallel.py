@@ -4,8 +4,6 @@ Shapes: T tokens of this rank, P rows that each rank sends, A rows of all ranks 
 experts of a token.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 import torch
@@ -26,8 +24,7 @@ class ExpertParallel:
 
     def __init__(self, ranks: Ranks) -> None:
         self.ranks = ranks
-        self.num_rows = 0
-        """P of eager passes, at least T of every rank; 0 if T is equal on all ranks, as in graphs."""
+        self.num_rows = 0  # P of eager passes, at least T of every rank; 0 if T is equal on all ranks, as in graphs
 
     def gather(self, x_TL: Tensor, weights_TK: Tensor, experts_TK: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """All-gather tokens (A, L), router weights (A, K) float32 and experts (A, K) int64; padding has expert -1."""
@@ -42,16 +39,13 @@ class ExpertParallel:
         return x.contiguous().view(x_TL.dtype), weights.contiguous().view(torch.float32), experts_AK
 
     def sum_parts(self, y_AL: Tensor, num_tokens: int) -> Tensor:
-        """Return the experts' outputs for this rank's tokens (num_tokens, L), summed over all ranks.
-
-        y_AL: outputs of this rank's experts for the tokens of all ranks.
-        """
+        """Sum outputs of all ranks' experts for this rank's tokens: y_AL of all ranks' tokens to (num_tokens, L)."""
         parts = self.ranks.swap(y_AL.view(self.ranks.size, -1, y_AL.shape[1]))
         return parts[:, :num_tokens].sum(0)
 
 
 class DataParallelSync:
-    """Chooses one CUDA graph for all ranks, or without a graph the number of tokens that each rank is padded to.
+    """Chooses one CUDA graph for all ranks, or the number of tokens that each is padded to; a `DispatchCoordinator`.
 
     Each call is one collective, for which the host waits.
     """
@@ -66,12 +60,12 @@ class DataParallelSync:
 
     def coordinate(self, own_step: RankStep) -> JointDispatch:
         """Exchange the batch sizes of all ranks, and choose one graph or padded size for all of them."""
-        by_rank = self._exchange.ranks.gather_ints(self._codec.encode(RankStep(own_step.batch)))
+        return self.dispatch(own_step.batch)
+
+    def dispatch(self, batch: UnpaddedBatch | None) -> JointDispatch:
+        """Return the dispatch decision of all ranks. batch: this rank's batch; None for a rank without work."""
+        by_rank = self._exchange.ranks.gather_ints(self._codec.encode(RankStep(batch)))
         steps = [RankStep(self._codec.decode(each).batch, self._ready) for each in by_rank]
         agreed = dispatch_jointly(steps, self._plan)
         self._exchange.num_rows = 0 if agreed.descriptor is not None else agreed.num_tokens
         return agreed
-
-    def dispatch(self, batch: UnpaddedBatch | None) -> JointDispatch:
-        """Return the dispatch decision of all ranks. batch: this rank's batch; None for a rank without work."""
-        return self.coordinate(RankStep(batch))

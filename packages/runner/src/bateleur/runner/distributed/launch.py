@@ -3,8 +3,6 @@
 Under torchrun each rank runs the same script, and the ranks find each other in the store of torchrun.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import secrets
@@ -18,7 +16,7 @@ from itertools import count
 from multiprocessing import Pipe
 from multiprocessing.connection import Client, Connection, Listener
 from subprocess import DEVNULL, Popen
-from typing import Any, cast
+from typing import Any, Self, cast
 
 from torch._C import _distributed_c10d
 from torch.distributed import is_torchelastic_launched
@@ -29,6 +27,9 @@ from bateleur.runner.distributed.process_group import LOCALHOST
 from bateleur.runner.distributed.ranks import Ranks
 
 _PR_SET_PDEATHSIG = 1
+_ENDS = ("messages", "status")  # the fields of `RankConnection`
+_numbers = count(1)
+_c10d: Any = _distributed_c10d
 _BEGIN = """\
 import os, runpy, sys
 module, sys.path[:] = sys.argv.pop(), sys.argv.pop().split(os.pathsep)
@@ -41,8 +42,8 @@ def start(module: str, rank: int) -> RankProcess:
     """Start another rank as a process that runs `module`, which must call `inherited`."""
     (messages, far_messages), (status, far_status) = Pipe(), Pipe()
     fds = far_messages.fileno(), far_status.fileno()
-    paths = os.pathsep.join(sys.path)
-    command = [sys.executable, "-P", "-c", _BEGIN, *map(str, (*fds, os.getpid())), paths, module]
+    arguments = [*map(str, (*fds, os.getpid())), os.pathsep.join(sys.path), module]
+    command = [sys.executable, "-P", "-c", _BEGIN, *arguments]
     try:
         # Its own process group: Ctrl-C in a terminal reaches the first rank only. Its output goes to stderr.
         process = Popen(command, stdin=DEVNULL, stdout=2, pass_fds=fds, process_group=0)
@@ -53,20 +54,13 @@ def start(module: str, rank: int) -> RankProcess:
 
 
 def inherited() -> RankConnection:
-    """Return the connection to the first rank, in a process that `start` has started.
-
-    From then on the process ends with its parent.
-    """
+    """Return the connection to the first rank, in a process that `start` has started. It then ends with its parent."""
     messages, status, parent = map(int, sys.argv[1:])
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
     return RankConnection(Connection(messages), Connection(status))
-
-
-_numbers = count(1)
-_c10d: Any = _distributed_c10d
 
 
 def is_follower() -> bool:
@@ -76,16 +70,13 @@ def is_follower() -> bool:
 
 @dataclass(frozen=True, slots=True)
 class TorchrunRendezvous:
-    """Lets the ranks of one engine find each other in torchrun's store.
-
-    Each engine of a script has its own key prefix, numbered in the order in which the script makes the engines.
-    """
+    """Lets the ranks of one engine find each other in torchrun's store. Each engine of a script has its own keys."""
 
     store: Any
     ranks: Ranks
 
     @classmethod
-    def join(cls, timeout: float) -> TorchrunRendezvous | None:
+    def join(cls, timeout: float) -> Self | None:
         """Join the other ranks; None in a process that torchrun has not started. timeout: seconds to wait for them."""
         if not is_torchelastic_launched():
             return None
@@ -101,26 +92,22 @@ class TorchrunRendezvous:
     def accept(self) -> Sequence[RankProcess]:
         """As the first rank: accept the connections of all other ranks."""
         alone = self.ranks.local[1] == self.ranks.size  # on this machine
-        key, count = secrets.token_bytes(32), self.ranks.size - 1
+        key, count = secrets.token_bytes(32), len(_ENDS) * (self.ranks.size - 1)
         accepted: dict[tuple[int, str], Connection] = {}
-        with Listener((LOCALHOST if alone else "", 0), backlog=2 * count, authkey=key) as listener:
+        with Listener((LOCALHOST if alone else "", 0), backlog=count, authkey=key) as listener:
             port = cast(tuple[str, int], listener.address)[1]
             self.store.set("first", f"{LOCALHOST if alone else socket.gethostname()} {port} {key.hex()}")
-            while len(accepted) < 2 * count:
+            while len(accepted) < count:
                 connection = listener.accept()
                 accepted[connection.recv()] = connection
-        ranks = range(1, count + 1)
-        return [
-            RankProcess(rank, RankConnection(accepted[rank, "messages"], accepted[rank, "status"]), None)
-            for rank in ranks
-        ]
+        ends = {rank: [accepted[rank, name] for name in _ENDS] for rank in range(1, self.ranks.size)}
+        return [RankProcess(rank, RankConnection(*each), None) for rank, each in ends.items()]
 
     def connect(self) -> RankConnection:
         """As another rank: connect to the first rank."""
         host, port, key = self.store.get("first").decode().split()
         ends = []
-        for name in ("messages", "status"):
-            connection = Client((host, int(port)), authkey=bytes.fromhex(key))
-            connection.send((self.ranks.rank, name))
-            ends.append(connection)
+        for name in _ENDS:
+            ends.append(Client((host, int(port)), authkey=bytes.fromhex(key)))
+            ends[-1].send((self.ranks.rank, name))
         return RankConnection(*ends)

@@ -1,7 +1,5 @@
 """The process group of the ranks of one engine, separate from any other group of the process."""
 
-from __future__ import annotations
-
 from datetime import timedelta
 from itertools import count
 from typing import Any
@@ -21,15 +19,12 @@ class ProcessGroup:
     """Process group with Gloo between host memories and, if each rank has a GPU, NCCL between GPUs.
 
     Every rank must get the same bits from an all-reduce, because each rank samples from its own copy. A ring all-reduce
-    does that: each part is summed on one rank and then sent to all. For gloo this was measured on 2, 3 and 4 ranks;
-    for NCCL it follows from its documentation, and `cudagraph_checks` would detect a difference.
+    does that: each part is summed on one rank and then sent to all. For gloo this was measured on 2, 3 and 4 ranks; for
+    NCCL it follows from its documentation, and `cudagraph_checks` would detect a difference.
     """
 
     def __init__(self, store: Any, ranks: Ranks, device: torch.device, timeout: float) -> None:
-        """Join the group; all ranks of `store` must do it at the same time.
-
-        device: device of this rank. timeout: maximum seconds of a collective.
-        """
+        """Join the group with all ranks of `store` at the same time. timeout: maximum seconds of a collective."""
         name, rank, size = f"bateleur-{next(_numbers)}", ranks.rank, ranks.size
         alone = ranks.local[1] == size  # on this machine
         limit, gloo = timedelta(seconds=timeout), _c10d.ProcessGroupGloo

@@ -4,10 +4,7 @@ Every rank runs the same step over its part of each layer. Collectives are opera
 graphs can capture them.
 """
 
-from __future__ import annotations
-
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -19,8 +16,7 @@ from bateleur.eagle import VocabShard
 from bateleur.runner.errors import CollectiveBroken
 from bateleur.runner.utils.device import indexed
 
-Range = tuple[int, int]
-"""First, and one after the last."""
+Range = tuple[int, int]  # first, and one after the last
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +26,7 @@ class Ranks:
     rank: int = 0
     size: int = 1
     group: str = ""
-    local: Range = (0, 1)
-    """Rank and number of ranks on its machine."""
+    local: Range = (0, 1)  # rank and number of ranks on its machine
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.size:
@@ -48,14 +43,10 @@ class Ranks:
         return torch.device("cuda", self.local[0]) if several else indexed(device)
 
     def even(self, name: str, count: int) -> Range:
-        """Return the range of `count` items that this rank has, in equal parts.
-
-        Raises ValueError if the number of ranks does not divide `count`. name: name of the items, for the message.
-        """
+        """Return the range of `count` items that this rank has. Raises ValueError, with `name`, if parts differ."""
         if count % self.size:
-            raise ValueError(
-                f"tensor_parallel_size is {self.size}; it must divide {name} = {count}: {_divisors(count)}"
-            )
+            divisors = ", ".join(str(each) for each in range(1, count + 1) if count % each == 0)
+            raise ValueError(f"tensor_parallel_size is {self.size}; it must divide {name} = {count}: {divisors}")
         share = count // self.size
         return self.rank * share, (self.rank + 1) * share
 
@@ -64,9 +55,8 @@ class Ranks:
         if count >= self.size:
             return self.even(name, count)
         if self.size % count:
-            raise ValueError(
-                f"tensor_parallel_size is {self.size}; it must divide {name} = {count} or be a multiple of it"
-            )
+            rule = f"it must divide {name} = {count} or be a multiple of it"
+            raise ValueError(f"tensor_parallel_size is {self.size}; {rule}")
         own = self.rank * count // self.size
         return own, own + 1
 
@@ -123,64 +113,45 @@ class Ranks:
         return VocabShard(tuple(rank * vocab_size // self.size for rank in range(self.size + 1)), self)
 
 
-ALONE = Ranks()
-"""One process with the whole model."""
-
-
-def _divisors(count: int) -> str:
-    return ", ".join(str(each) for each in range(1, count + 1) if count % each == 0)
+ALONE = Ranks()  # one process with the whole model
 
 
 def _group(name: str) -> Any:
     return c10d._resolve_process_group(cast(Any, name))
 
 
-@contextmanager
-def _named() -> Iterator[None]:
-    """Raise CollectiveBroken in place of a plain RuntimeError of a collective in the `with` block."""
+def _run(group: str, collective: str, *arguments: Any) -> None:
+    """Run a collective and wait for it. Raises CollectiveBroken if it fails."""
     try:
-        yield
+        getattr(_group(group), collective)(*arguments).wait()
     except RuntimeError as error:
         raise CollectiveBroken(f"a collective between ranks failed: {error}") from error
 
 
 _MOST = torch.iinfo(torch.int64).max
-_SUM, _LARGEST, _GATHER = c10d.AllreduceOptions(), c10d.AllreduceOptions(), c10d.AllgatherOptions()
-_SWAP = c10d.AllToAllOptions()
+_SUM, _LARGEST = c10d.AllreduceOptions(), c10d.AllreduceOptions()
+_GATHER, _SWAP = c10d.AllgatherOptions(), c10d.AllToAllOptions()
 _LARGEST.reduceOp = c10d.ReduceOp(c10d.ReduceOp.MAX)
-_SUM.asyncOp = _LARGEST.asyncOp = _GATHER.asyncOp = _SWAP.asyncOp = (
-    False  # on the stream of the step, where there are any
-)
-
-
-def _sum_of_ranks(x: Tensor, group: str) -> None:
-    with _named():
-        _group(group).allreduce([x], _SUM).wait()
-
-
-def _max_of_ranks(x: Tensor, group: str) -> None:
-    with _named():
-        _group(group).allreduce([x], _LARGEST).wait()
+for _options in (_SUM, _LARGEST, _GATHER, _SWAP):
+    _options.asyncOp = False  # on the stream of the step, if there is one
 
 
 def _every_of_ranks(x: Tensor, size: int, group: str) -> Tensor:
     every = x.new_empty(size, *x.shape)
-    with _named():
-        _group(group)._allgather_base(every.view(-1), x.contiguous().view(-1), _GATHER).wait()
+    _run(group, "_allgather_base", every.view(-1), x.contiguous().view(-1), _GATHER)
     return every
 
 
 def _swap_of_ranks(x: Tensor, group: str) -> Tensor:
     swapped = torch.empty_like(x, memory_format=torch.contiguous_format)
-    with _named():
-        _group(group).alltoall_base(swapped, x.contiguous(), [], [], _SWAP).wait()
+    _run(group, "alltoall_base", swapped, x.contiguous(), [], [], _SWAP)
     return swapped
 
 
 _library = torch.library.Library("bateleur", "FRAGMENT")
 for _name, _schema, _function in (
-    ("sum_of_ranks", "(Tensor(a!) x, str group) -> ()", _sum_of_ranks),
-    ("max_of_ranks", "(Tensor(a!) x, str group) -> ()", _max_of_ranks),
+    ("sum_of_ranks", "(Tensor(a!) x, str group) -> ()", lambda x, group: _run(group, "allreduce", [x], _SUM)),
+    ("max_of_ranks", "(Tensor(a!) x, str group) -> ()", lambda x, group: _run(group, "allreduce", [x], _LARGEST)),
     ("every_of_ranks", "(Tensor x, int size, str group) -> Tensor", _every_of_ranks),
     ("swap_of_ranks", "(Tensor x, str group) -> Tensor", _swap_of_ranks),
 ):

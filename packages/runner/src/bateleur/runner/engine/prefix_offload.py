@@ -56,9 +56,8 @@ class PrefixOffload:
         if setup.disk is not None:
             path, limit = setup.disk
             folder = DiskFolder(path, layout.get(make_folder(path)), limit, ranks.local[1])
-            offload_tiers.disk = self.disk = DiskTier(
-                folder, shared, offload_tiers.blocks, offload_tiers.pages, stats.offload, ranks
-            )
+            blocks, pages = offload_tiers.blocks, offload_tiers.pages
+            offload_tiers.disk = self.disk = DiskTier(folder, shared, blocks, pages, ranks)
 
     @property
     def handover(self) -> PrefixTransfer:

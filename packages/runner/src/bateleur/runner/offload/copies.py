@@ -1,24 +1,21 @@
 """Copies rows of bytes between a device's caches and host memory. The host never waits."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from bateleur.runner.offload.rows import PagedRows
 
-STAGING_BYTES = 32 << 20
-"""Size of each of the two staging buffers on a device, unless a single row is larger."""
+STAGING_BYTES = 32 << 20  # size of each of the two staging buffers on a device, unless a single row is larger
 
 
 class CopyStream:
     """A second CUDA stream for copies to the host, which overlap with computation on the current CUDA stream."""
 
     def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device)
-        self._device = device
+        self._stream, self._device = torch.cuda.Stream(device), device
 
     def run(self, work: Callable[[], None]) -> torch.cuda.Event:
         """Queue `work` on the second CUDA stream, after all work on the current one. Returns an event at its end."""
@@ -41,37 +38,26 @@ class CopyStream:
 class Copies:
     """Copies rows from caches to host memory and back, in the order of the device's work.
 
-    A copy to the host has the contents after all work queued before it. Steps queued after a copy to the device see
-    its contents. On CUDA, rows are gathered into one of two staging buffers and go to pinned memory on a
-    second CUDA stream, while steps run. If both buffers are in use, the device waits for the first one; the host never
-    waits.
+    On CUDA, rows are gathered into one of two staging buffers and go to pinned memory on a second CUDA stream, while
+    steps run. If both buffers are in use, the device waits for the first one; the host never waits.
     """
 
     def __init__(self, device: torch.device, largest: int) -> None:
         """largest: bytes of the largest row."""
         self.device = device
-        self.staging_bytes = max(STAGING_BYTES, largest)
-        """Size of a buffer."""
-        self._stream: CopyStream | None = None
-        self._buffers: list[Tensor] = []
+        self.staging_bytes = max(STAGING_BYTES, largest)  # size of a buffer
+        self._stream = CopyStream(device) if device.type == "cuda" else None
+        size = self.staging_bytes if device.type == "cuda" else 0
+        self._buffers = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(2)]
         self._sent: list[torch.cuda.Event | None] = [None, None]
         """Per buffer, the event after which its contents are on the host."""
         self._current = 0
-        if device.type == "cuda":
-            self._stream = CopyStream(device)
-            size = self.staging_bytes
-            self._buffers = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(2)]
 
     def to_host(self, rows: PagedRows, numbers: Sequence[int], memory: Tensor, host_rows: Sequence[int]) -> None:
         """Copy rows `numbers` of the cache `rows` to rows `host_rows` of `memory` (m, num_bytes) uint8."""
         for part in self._parts(rows, host_rows):
-            runs = list(_runs([host_rows[i] for i in part]))
             buffer = rows.gather([numbers[i] for i in part], out=self._next_buffer(len(part), rows.num_bytes))
-
-            def send(buffer: Tensor = buffer, runs: list[tuple[int, int, int]] = runs) -> None:
-                for first, start, end in runs:
-                    memory[first : first + end - start].copy_(buffer[start:end], non_blocking=True)
-
+            send = partial(_copy_runs, memory, buffer, [host_rows[i] for i in part], to_host=True)
             if self._stream is None:
                 send()
             else:
@@ -83,20 +69,17 @@ class Copies:
             self._stream.wait()  # copies of these rows to the host may not be done
         for part in self._parts(rows, host_rows):
             buffer = self._next_buffer(len(part), rows.num_bytes)
-            if buffer is None:
-                buffer = torch.empty((len(part), rows.num_bytes), dtype=torch.uint8)
-            for first, start, end in _runs([host_rows[i] for i in part]):
-                buffer[start:end].copy_(memory[first : first + end - start], non_blocking=True)
+            _copy_runs(memory, buffer, [host_rows[i] for i in part], to_host=False)
             rows.scatter([numbers[i] for i in part], buffer)
 
     def record(self) -> torch.cuda.Event | None:
         """Return the event after which another thread may access host memory; None on a CPU."""
         return None if self._stream is None else self._stream.run(lambda: None)
 
-    def _next_buffer(self, count: int, num_bytes: int) -> Tensor | None:
-        """Return the next staging buffer as (count, num_bytes); None on a CPU. The device waits until it is free."""
+    def _next_buffer(self, count: int, num_bytes: int) -> Tensor:
+        """Return the next staging buffer (count, num_bytes); a new one on a CPU. The device waits until it is free."""
         if self._stream is None:
-            return None
+            return torch.empty((count, num_bytes), dtype=torch.uint8)
         self._current = 1 - self._current
         if (sent := self._sent[self._current]) is not None:
             self._stream.wait(sent)
@@ -108,10 +91,11 @@ class Copies:
         return (order[i : i + most] for i in range(0, len(order), most))
 
 
-def _runs(numbers: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """Split ascending numbers into runs of consecutive ones. Yields first number, and start and end index, of each."""
+def _copy_runs(memory: Tensor, buffer: Tensor, host_rows: Sequence[int], *, to_host: bool) -> None:
+    """Copy row i of `buffer` to (from) row `host_rows[i]` of `memory`: one copy per run of consecutive rows."""
     start = 0
-    for i in range(1, len(numbers) + 1):
-        if i == len(numbers) or numbers[i] != numbers[i - 1] + 1:
-            yield numbers[start], start, i
+    for i in range(1, len(host_rows) + 1):
+        if i == len(host_rows) or host_rows[i] != host_rows[i - 1] + 1:
+            on_host, staged = memory[host_rows[start] : host_rows[i - 1] + 1], buffer[start:i]
+            (on_host if to_host else staged).copy_(staged if to_host else on_host, non_blocking=True)
             start = i

@@ -4,12 +4,12 @@ Files appear complete, under names made from their tokens: `LAYOUT/KEY.kv.safete
 same file write the same bytes. Other files in the folder are not touched.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shutil
+import stat
 import time
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -22,8 +22,7 @@ _NAME = re.compile(r"[0-9a-f]{8,128}\.(kv|end)\.safetensors")
 _LAYOUT = re.compile(r"[0-9a-f]{32}")
 _TEMPORARY = re.compile(r"\.\d+-\d+\.tmp")
 _STALE_SECONDS = 3600
-_TRIM_TO = 0.9
-"""Share of the limit that remains when files are removed."""
+_TRIM_TO = 0.9  # share of the limit that remains when files are removed
 
 
 def make_folder(root: Path) -> Path:
@@ -38,14 +37,10 @@ def make_folder(root: Path) -> Path:
 class DiskFolder:
     """Prefix files of one layout in a folder, and the size limit of the files of all layouts.
 
-    root: the folder; made, readable by its owner only, if it does not exist.
-    layout: layout of the prefixes.
-    limit_bytes: maximum size of the files of all layouts below `root`; None: half of the free space now, plus their
-    size now.
-    writers: number of ranks that write at the same time. Room is made for files of all of them.
+    root: the folder, see `make_folder`. limit_bytes: maximum size of the files of all layouts; None: half of the free
+    space now, plus their size now. writers: number of ranks that write at the same time. Room is made for all of them.
 
-    The constructor raises ValueError if the folder is not writable. Other methods may take long, so call them in
-    threads.
+    The constructor raises ValueError if the folder is not writable. Other methods may take long: call them in threads.
     """
 
     def __init__(self, root: Path, layout: RowLayout, limit_bytes: int | None, writers: int = 1) -> None:
@@ -63,30 +58,31 @@ class DiskFolder:
             probe.write_bytes(b"")
             probe.unlink()
             self._recount()
+            self._sweep()
             free = shutil.disk_usage(root).free
         except OSError as error:
             rule = f"it must be a writable folder: {error.strerror}"
             raise ValueError(f"kv_offload_path is {str(root)!r}; {rule}") from error
         self.limit_bytes = self._total + free // 2 if limit_bytes is None else limit_bytes
-        self._sweep()
 
     def names(self) -> set[str]:
         """Return the names of all files of this layout. In a process that writes, also remove files over the limit."""
-        names, paths = self._listed()
-        self._total += sum(_size(path) for path in paths - self._counted)
+        paths = set[str]()
+        with suppress(OSError):
+            for each in self._files():
+                paths.add(each.path)
+                if each.path not in self._counted:
+                    with suppress(OSError):
+                        self._total += each.stat(follow_symlinks=False).st_size
         self._counted = paths
-        if self._total <= self.limit_bytes or not self._writes:
-            return names
-        with suppress(OSError):  # the folder is gone: the next write raises
-            self._trim(0)
+        if self._total > self.limit_bytes and self._writes:
+            with suppress(OSError):  # the folder is gone: the next write raises
+                self._trim(0)
         own = f"{self._folder}{os.sep}"
         return {path[len(own) :] for path in self._counted if path.startswith(own)}
 
     def write(self, name: str, prefix: Prefix) -> int:
-        """Write a file and return its size; return 0, and write nothing, if it is larger than the limit.
-
-        Removes least recently used files if needed.
-        """
+        """Write a file, and first remove least recently used ones if needed. Returns its size; 0 if it is too large."""
         data = encode_prefix(self._layout, prefix)
         room = len(data) * self._writers
         if room > self.limit_bytes:
@@ -114,30 +110,22 @@ class DiskFolder:
             with suppress(OSError):
                 os.unlink(self._folder / name)
 
-    def _listed(self) -> tuple[set[str], set[str]]:
-        """Return the names of this layout's files, and the paths of the files of all layouts."""
-        names, paths = set[str](), set[str]()
-        with suppress(OSError):
-            for folder in self._folders():
-                with suppress(OSError), os.scandir(folder) as found:
-                    found_here = {each.name: each.path for each in found if _NAME.fullmatch(each.name)}
-                    paths.update(found_here.values())
-                    names = set(found_here) if folder.name == self._folder.name else names
-        return names, paths
-
-    def _folders(self) -> list[os.DirEntry[str]]:
+    def _files(self) -> Iterator[os.DirEntry[str]]:
+        """Yield the files of all layouts."""
         with os.scandir(self._root) as found:
-            return [each for each in found if _LAYOUT.fullmatch(each.name) and each.is_dir(follow_symlinks=False)]
+            folders = [each for each in found if _LAYOUT.fullmatch(each.name) and each.is_dir(follow_symlinks=False)]
+        for folder in folders:
+            with suppress(OSError), os.scandir(folder) as files:
+                yield from (each for each in files if _NAME.fullmatch(each.name))
 
     def _recount(self) -> list[tuple[float, int, str]]:
         """Scan the files of all layouts again. Returns time of last use, size and path of each."""
         found = []
-        for folder in self._folders():
-            for each in os.scandir(folder):
-                if _NAME.fullmatch(each.name) and each.is_file(follow_symlinks=False):
-                    with suppress(OSError):
-                        at = each.stat(follow_symlinks=False)
-                        found.append((at.st_mtime, at.st_size, each.path))
+        for each in self._files():
+            with suppress(OSError):
+                at = each.stat(follow_symlinks=False)
+                if stat.S_ISREG(at.st_mode):
+                    found.append((at.st_mtime, at.st_size, each.path))
         self._total = sum(size for _, size, _ in found)
         self._counted = {path for _, _, path in found}
         return found
@@ -163,10 +151,3 @@ class DiskFolder:
                     with suppress(OSError):
                         if time.time() - each.stat(follow_symlinks=False).st_mtime > _STALE_SECONDS:
                             os.unlink(each.path)
-
-
-def _size(path: str) -> int:
-    """Return the size of a file; 0 if it does not exist."""
-    with suppress(OSError):
-        return os.stat(path, follow_symlinks=False).st_size
-    return 0

@@ -8,14 +8,13 @@ With several ranks, each has its own files and threads. The ranks first agree on
 lacks or can't read is a miss on all.
 """
 
-from __future__ import annotations
-
 import logging
 import time
 from collections import deque
 from collections.abc import Container
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -30,36 +29,37 @@ from bateleur.runner.offload.rows import DeviceCache
 from bateleur.runner.offload.spans import KINDS, FileSpan, PrefixSpans, missing_spans
 from bateleur.runner.requests.prefix_keys import PrefixKeys
 from bateleur.runner.requests.request import Request
-from bateleur.runner.stats import OffloadStats
 from bateleur.runner.utils.device import make_current
 
 _log = logging.getLogger(__name__)
-_BYTES_PER_STEP = 64 << 20
-"""Bytes prepared for writing between two steps while requests run."""
-_MAX_SPANS = 1 << 16
-"""Maximum number of spans that wait to be written; the oldest ones are dropped."""
-_SCAN_SECONDS = 5.0
-"""Interval of scans for files of other processes."""
-_STEPS = 16
-"""Steps between two exchanges of ranks about finished writes, while requests run."""
+_BYTES_PER_STEP = 64 << 20  # bytes prepared for writing between two steps while requests run
+_MAX_SPANS = 1 << 16  # maximum number of spans that wait to be written; the oldest ones are dropped
+_SCAN_SECONDS = 5.0  # interval of scans for files of other processes
+_STEPS = 16  # steps between two exchanges of ranks about finished writes, while requests run
 _PENDING = -1
 _REASONS = ("failed", "gone", "unreadable", "truncated", "corrupt", "foreign", "misnamed")
 
-Read = tuple[int, PrefixRefused | None]
-"""Number of files read, and the error of the next one, if any."""
+Read = tuple[int, PrefixRefused | None]  # number of files read, and the error of the next one, if any
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Transfer:
+class _Rows(NamedTuple):
+    """Rows of host memory for keys of one kind (KV blocks or states)."""
+
+    level: OffloadedRows
+    wanted: list[int]  # indices of the keys among the span's blocks, or [0] for its state
+    keys: list[bytes]
+    rows: list[int]
+
+
+class _Transfer(NamedTuple):
     """A part of a prefix in one file, and the rows of host memory that a thread reads or writes for it."""
 
     span: FileSpan
-    wanted: list[int]
-    """Indices of the span's blocks to transfer."""
-    blocks: list[int]
-    """Rows of these blocks."""
-    pages: list[int]
-    """Row of the span's state, if it is transferred."""
+    parts: list[_Rows]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(len(part.rows) * part.level.device.rows.num_bytes for part in self.parts)
 
 
 class DiskTier:
@@ -71,48 +71,39 @@ class DiskTier:
         cache: DeviceCache,
         blocks: OffloadedRows | None,
         pages: OffloadedRows | None,
-        stats: OffloadStats,
         ranks: Ranks,
     ) -> None:
-        """blocks, pages: host memory of KV blocks and of recurrent states; None if the model has none of them.
-
-        ranks: ranks that must find the same prefixes.
-        """
-        self._ranks, self._steps = ranks, 0
-        self._folder, self._cache, self._stats = folder, cache, stats
-        self._blocks, self._pages = blocks, pages
-        stats.disk_bytes = folder.limit_bytes
-        device = self._level.copies.device
-        self._reader = ThreadPoolExecutor(1, "bateleur-offload-read", make_current, (device,))
-        self._writer = ThreadPoolExecutor(1, "bateleur-offload-write", make_current, (device,))
-        self._names = folder.names()
-        """Known files."""
-        self._bad: set[str] = set()
-        """Unreadable files, which are not read again; the next request that computes their contents writes them again.
-        """
+        """blocks, pages: host memory of KV blocks and states. ranks: ranks that must find the same prefixes."""
+        level = blocks or pages
+        assert level is not None
+        self._folder, self._cache, self._blocks, self._pages, self._ranks = folder, cache, blocks, pages, ranks
+        self._copies, self._stats, self._steps = level.copies, level.stats, 0
+        self._stats.disk_bytes = folder.limit_bytes
+        self._reader, self._writer = (
+            ThreadPoolExecutor(1, f"bateleur-offload-{name}", make_current, (self._copies.device,))
+            for name in ("read", "write")
+        )
+        self._names = folder.names()  # known files
+        self._bad: set[str] = set()  # unreadable files, which are not read but may be written again
         self._spans: deque[FileSpan] = deque()
-        self._queued: set[str] = set()
-        """Files being written or waiting to be written."""
+        self._queued: set[str] = set()  # files being written or waiting to be written
         self._writes: list[tuple[_Transfer, Future[int]]] = []
         self._fetches: list[tuple[Request, list[_Transfer], Future[Read]]] = []
         self._scan: Future[set[str]] | None = None
         self._next_scan = time.monotonic() + _SCAN_SECONDS
         self._warned: set[str] = set()
 
-    # --- writing ------------------------------------------------------------------------------------------
-
     def save(self, keys: PrefixKeys, ids: NDArray[np.int32], num_tokens: int, prompt_len: int) -> None:
         """Queue files with the caches of the first `num_tokens` tokens of an ended request, as far as memory allows.
 
-        These tokens are in the prefix cache. Without states, files end at two positions: at the end of the
-        request, and at the last position from which the same prompt could start again. `ids` must not be
-        written to any more.
+        Without states, files end at two positions: at the end of the request, and at the last position from which the
+        same prompt could start again. `ids` must not be written to any more.
         """
         chain = PrefixSpans(self._cache, keys, ids, num_tokens)
         spans = list(chain.segments())
         for end in chain.ends():
             page = chain.page(end)
-            if self._has_page(page) if page is not None else end in chain.two_ends(prompt_len):
+            if _has(self._pages, page) if page is not None else end in chain.two_ends(prompt_len):
                 spans.append(chain.ending(end))
         known = self._on_all_ranks([span.name for span in spans])
         for span in spans:
@@ -130,50 +121,37 @@ class DiskTier:
         budget = float("inf") if idle else _BYTES_PER_STEP
         while self._spans and budget > 0:
             span = self._spans.popleft()
-            transfer = self._hold(span)
-            if transfer is None:
+            if (transfer := self._transfer(span, reserve=False)) is None:
                 self._queued.discard(span.name)
                 self._stats.unwritten_files += 1
                 continue
-            event = self._level.copies.record()
-            self._writes.append((transfer, self._writer.submit(self._write, transfer, event)))
-            budget -= self._size(transfer)
+            self._writes.append((transfer, self._writer.submit(self._write, transfer, self._copies.record())))
+            budget -= transfer.num_bytes
         self._rescan()
-
-    def _hold(self, span: FileSpan) -> _Transfer | None:
-        """Return host rows with the contents of a file, copied from the device if needed and kept from eviction.
-
-        None if the contents were evicted, or host memory has no room.
-        """
-        blocks = [] if self._blocks is None else self._blocks.hold(span.blocks)
-        pages = [] if self._pages is None or span.page is None else self._pages.hold([span.page])
-        if blocks is not None and pages is not None:
-            return _Transfer(span, [*range(len(span.blocks))], blocks, pages)
-        for level, rows in ((self._blocks, blocks), (self._pages, pages)):
-            if level is not None and rows:
-                level.host.release(rows)
-        return None
 
     def _write(self, transfer: _Transfer, event: torch.cuda.Event | None) -> int:
         """Write a file, in the writing thread. Returns its size. event: end of the copies to host memory."""
         if event is not None:
             event.synchronize()
-        blocks, page = np.empty((0, 0), np.uint8), None
-        if self._blocks is not None:
-            blocks = self._blocks.host.rows.numpy()[transfer.blocks]
-        if self._pages is not None and transfer.pages:
-            page = self._pages.host.rows.numpy()[transfer.pages[0]]
-        span = transfer.span
+        span, blocks, page = transfer.span, np.empty((0, 0), np.uint8), None
+        for part in transfer.parts:
+            rows = part.level.rows.numpy()[part.rows]
+            if part.level is self._blocks:
+                blocks = rows
+            else:
+                page = rows[0]
         return self._folder.write(span.name, Prefix(span.start, span.key, span.token_ids, blocks, page))
 
     def _collect_writes(self) -> None:
         writes, self._writes = self._writes, []
-        by_file = self._gather([_write_status(future) for _, future in writes])
+        by_file = self._gather(
+            [int(each.exception() is None) if each.done() else _PENDING for _, each in writes]  # 0: failed, 1: done
+        )
         for (transfer, future), by_rank in zip(writes, by_file, strict=True):
             if _PENDING in by_rank:
                 self._writes.append((transfer, future))
                 continue
-            self._release(transfer)
+            _release(transfer.parts)
             name = transfer.span.name
             self._queued.discard(name)
             if future.exception() is None:
@@ -185,48 +163,28 @@ class DiskTier:
                 error = future.exception() or f"see rank {by_rank.index(0)}"
                 self._warn_once("unwritable", f"a prefix could not be written: {error}")
 
-    # --- reading ------------------------------------------------------------------------------------------
-
     def fetch(self, request: Request, keys: PrefixKeys, ids: NDArray[np.int32], max_tokens: int) -> bool:
-        """Start to read files with the caches of up to `max_tokens` tokens of a request; returns whether any exist.
-
-        The request then waits until `arrived` returns it.
-        """
+        """Start to read files for a request; returns whether `arrived` will return it. max_tokens: length to read."""
         if self._ranks.alone and not self._names:
             return False
         chain = PrefixSpans(self._cache, keys, ids, max_tokens)
         known = self._on_all_ranks([] if self._ranks.alone else chain.files())
-        spans = missing_spans(chain, self._has_block, self._has_page, known.__contains__)
+        has_block, has_page = partial(_has, self._blocks), partial(_has, self._pages)
         transfers: list[_Transfer] = []
-        for span in spans:
-            if (transfer := self._reserve(span)) is None:
+        for span in missing_spans(chain, has_block, has_page, known.__contains__):
+            if (transfer := self._transfer(span, reserve=True)) is None:
                 break
             transfers.append(transfer)
         if transfers:
-            future = self._reader.submit(self._read, transfers, self._level.copies.record())
+            future = self._reader.submit(self._read, transfers, self._copies.record())
             self._fetches.append((request, transfers, future))
         return bool(transfers)
-
-    def _reserve(self, span: FileSpan) -> _Transfer | None:
-        """Reserve host rows for those contents of a file that are not in memory; None if there is no room."""
-        wanted = [i for i, key in enumerate(span.blocks) if not self._has_block(key)]
-        blocks = [] if self._blocks is None else self._blocks.host.take([span.blocks[i] for i in wanted])
-        if len(blocks) < len(wanted):
-            return None
-        pages: list[int] = []
-        if self._pages is not None and span.page is not None and not self._has_page(span.page):
-            pages = self._pages.host.take([span.page])
-            if not pages:
-                self._release(_Transfer(span, wanted, blocks, []))
-                return None
-        return _Transfer(span, wanted, blocks, pages)
 
     def _read(self, transfers: list[_Transfer], event: torch.cuda.Event | None) -> Read:
         """Read files into reserved host rows, in the reading thread. event: end of copies that use these rows."""
         if event is not None:
             event.synchronize()
-        for count, transfer in enumerate(transfers):
-            span = transfer.span
+        for count, (span, parts) in enumerate(transfers):
             try:
                 prefix = self._folder.read(span.name, span.key)
                 if (
@@ -238,10 +196,9 @@ class DiskTier:
                     raise PrefixRefused("misnamed", f"{span.name}: is of other tokens")
             except PrefixRefused as error:
                 return count, error
-            if self._blocks is not None and transfer.wanted:
-                self._blocks.host.rows.numpy()[transfer.blocks] = prefix.blocks[transfer.wanted]
-            if self._pages is not None and transfer.pages:
-                self._pages.host.rows.numpy()[transfer.pages[0]] = prefix.page
+            for part in parts:
+                read = prefix.blocks[part.wanted] if part.level is self._blocks else prefix.page
+                part.level.rows.numpy()[part.rows] = read
         return len(transfers), None
 
     def arrived(self) -> list[Request]:
@@ -256,29 +213,41 @@ class DiskTier:
             count, reason = divmod(least, len(_REASONS))
             if count < len(transfers):
                 rank = by_rank.index(least)
-                error = f"see rank {rank}" if rank != self._ranks.rank else _read_error(future)
+                own = rank == self._ranks.rank
+                error = (future.exception() or future.result()[1]) if own else f"see rank {rank}"
                 self._refuse(_REASONS[reason], transfers[count:], f"{error}")
             for transfer in transfers[:count]:
-                self._insert(transfer)
+                for part in transfer.parts:
+                    part.level.insert(part.keys, part.rows)
+                self._stats.disk_hit_tokens += transfer.span.end - transfer.span.start
+                self._stats.read_bytes += transfer.num_bytes
             for transfer in transfers:
-                self._release(transfer)
+                _release(transfer.parts)
             done.append(request)
         return done
-
-    def _insert(self, transfer: _Transfer) -> None:
-        span = transfer.span
-        if self._blocks is not None:
-            self._blocks.host.insert([span.blocks[i] for i in transfer.wanted], transfer.blocks)
-        if self._pages is not None and span.page is not None and transfer.pages:
-            self._pages.host.insert([span.page], transfer.pages)
-        self._stats.disk_hit_tokens += span.end - span.start
-        self._stats.read_bytes += self._size(transfer)
 
     def wait(self, seconds: float) -> None:
         """Wait until the files of some request were read, for at most `seconds`."""
         wait([future for _, _, future in self._fetches], seconds, FIRST_COMPLETED)
 
-    # --- both ---------------------------------------------------------------------------------------------
+    def _transfer(self, span: FileSpan, *, reserve: bool) -> _Transfer | None:
+        """Return host rows for a file, kept from eviction; None if host memory has no room.
+
+        reserve: reserve rows to read into, for contents that are not in memory. Otherwise return the rows that have the
+        contents, copied from the device if needed; None also if some were evicted.
+        """
+        parts: list[_Rows] = []
+        for level, keys in ((self._blocks, span.blocks), (self._pages, () if span.page is None else (span.page,))):
+            wanted = [i for i, key in enumerate(keys) if not (reserve and _has(level, key))]
+            if level is None or not wanted:
+                continue
+            names = [keys[i] for i in wanted]
+            rows = level.take(names) if reserve else level.hold(names)
+            if not rows:
+                _release(parts)
+                return None
+            parts.append(_Rows(level, wanted, names, rows))
+        return _Transfer(span, parts)
 
     def _on_all_ranks(self, names: list[str]) -> Container[str]:
         """Return the files of `names` that all ranks have."""
@@ -289,9 +258,7 @@ class DiskTier:
 
     def _gather(self, numbers: list[int]) -> list[tuple[int, ...]]:
         """All-gather numbers. Returns for each number its values on all ranks, in the order of ranks."""
-        if self._ranks.alone or not numbers:
-            return [(each,) for each in numbers]
-        return list(zip(*self._ranks.gather_ints(numbers), strict=True))
+        return list(zip(*self._ranks.gather_ints(numbers), strict=True)) if numbers else []
 
     def forget(self, blocks: list[bytes], pages: list[bytes]) -> None:
         """Remove the files that hold these KV blocks and states."""
@@ -315,31 +282,6 @@ class DiskTier:
         if self._scan is None and time.monotonic() > self._next_scan:
             self._scan = self._writer.submit(self._folder.names)
 
-    @property
-    def _level(self) -> OffloadedRows:
-        """Host memory of blocks, or of states for a model without blocks."""
-        level = self._blocks or self._pages
-        assert level is not None
-        return level
-
-    def _has(self, level: OffloadedRows | None, key: bytes) -> bool:
-        return level is not None and (key in level.host or bool(level.device.pool.find(key)))
-
-    def _has_block(self, key: bytes) -> bool:
-        return self._has(self._blocks, key)
-
-    def _has_page(self, key: bytes) -> bool:
-        return self._has(self._pages, key)
-
-    def _size(self, transfer: _Transfer) -> int:
-        levels = ((self._blocks, transfer.blocks), (self._pages, transfer.pages))
-        return sum(len(rows) * level.device.rows.num_bytes for level, rows in levels if level is not None)
-
-    def _release(self, transfer: _Transfer) -> None:
-        for level, rows in ((self._blocks, transfer.blocks), (self._pages, transfer.pages)):
-            if level is not None:
-                level.host.release(rows[::-1])
-
     def _refuse(self, reason: str, transfers: list[_Transfer], message: str) -> None:
         """Mark files as bad after the first of them could not be read. The request computes their tokens instead."""
         names = {each.span.name for each in transfers}
@@ -354,9 +296,13 @@ class DiskTier:
             _log.warning("%s", message)
 
 
-def _write_status(future: Future[int]) -> int:
-    """Return the state of a write as a number for other ranks: pending (-1), failed (0) or done (1)."""
-    return int(future.exception() is None) if future.done() else _PENDING
+def _has(level: OffloadedRows | None, key: bytes) -> bool:
+    return level is not None and (key in level or bool(level.device.pool.find(key)))
+
+
+def _release(parts: list[_Rows]) -> None:
+    for part in parts:
+        part.level.release(part.rows[::-1])
 
 
 def _read_status(future: Future[Read]) -> int:
@@ -370,7 +316,3 @@ def _read_status(future: Future[Read]) -> int:
         return 0
     count, error = future.result()
     return count * len(_REASONS) + (0 if error is None else _REASONS.index(error.reason))
-
-
-def _read_error(future: Future[Read]) -> BaseException | None:
-    return future.exception() or future.result()[1]

@@ -1,9 +1,8 @@
 """Host memory for offloaded rows of one kind (KV blocks or states), and the copies between it and the device."""
 
-from __future__ import annotations
-
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Self
 from weakref import finalize
 
 import torch
@@ -14,24 +13,21 @@ from bateleur.runner.cache.plan import CachePlan
 from bateleur.runner.offload.copies import Copies
 from bateleur.runner.offload.rows import PagedCache
 from bateleur.runner.stats import OffloadStats
+from bateleur.runner.utils.arguments import refuse
 from bateleur.runner.utils.device import use_device
 
 
 @dataclass(frozen=True, slots=True)
 class HostSizes:
-    """Numbers of KV blocks and recurrent states (pages) in host memory, and their bytes."""
+    """Numbers of KV blocks and recurrent states (pages) in host memory, and the bytes of all of them."""
 
     num_blocks: int
     num_pages: int
     num_bytes: int
-    """Size of all rows."""
 
     @classmethod
-    def of(cls, plan: CachePlan, num_bytes: int, num_ranks: int = 1) -> HostSizes:
-        """Divide `num_bytes` of all ranks into blocks and states, in the device's ratio of cached blocks to states.
-
-        Raises ValueError if not one of each fits.
-        """
+    def of(cls, plan: CachePlan, num_bytes: int, num_ranks: int = 1) -> Self:
+        """Divide the bytes of all ranks by the device's ratio of blocks to states. Raises ValueError if too few."""
         costs = plan.costs
         own = plan.max_num_seqs * costs.pages_per_request
         shares = [
@@ -43,19 +39,16 @@ class HostSizes:
         if any(count == 0 and each > 0 for count, (_, each) in zip(counts, shares, strict=True)):
             needed = max(-(-whole // count) for _, count in shares if count)
             of = "" if num_ranks == 1 else f", of each of {num_ranks} ranks"
-            raise ValueError(
-                f"kv_offload_bytes is {num_bytes}; it must be at least {needed * num_ranks}: a KV block has "
-                f"{costs.block_bytes} bytes, and a state {costs.page_bytes}{of}"
-            )
+            sizes = f"a KV block has {costs.block_bytes} bytes, and a state {costs.page_bytes}{of}"
+            refuse("kv_offload_bytes", num_bytes, f"at least {needed * num_ranks}: {sizes}")
         taken = sum(count * size for count, (size, _) in zip(counts, shares, strict=True))
         return cls(num_blocks=counts[0], num_pages=counts[1], num_bytes=taken)
 
 
 def pinned_rows(shape: tuple[int, int], device: torch.device) -> Tensor:
-    """Allocate host memory (uint8), pinned if `device` is a GPU. It is freed with the tensor.
+    """Allocate host memory (uint8), pinned if `device` is a GPU. Raises ValueError if that fails.
 
-    The memory is registered with CUDA instead of allocated by torch, whose allocator of pinned memory rounds up to a
-    power of two. Raises ValueError if that fails.
+    It is registered with CUDA, because torch's allocator of pinned memory rounds up to a power of two.
     """
     rows = torch.empty(shape, dtype=torch.uint8)
     if device.type == "cuda":
@@ -67,23 +60,20 @@ def pinned_rows(shape: tuple[int, int], device: torch.device) -> Tensor:
 
 
 def _unpin(device: torch.device, address: int) -> None:
-    """Unregister memory of `pinned_rows`, in the thread that drops the last reference to it."""
-    with use_device(device):
+    with use_device(device):  # any thread may drop the last reference to the rows
         torch.cuda.cudart().cudaHostUnregister(address)
 
 
-class HostMemory:
-    """Rows of bytes by key, with LRU eviction. `find` and `take` keep rows from eviction until `release`."""
+class OffloadedRows:
+    """KV blocks or states: their rows on the device, their rows in host memory by key, and the copies between both.
 
-    def __init__(self, num_rows: int, num_bytes: int, device: torch.device) -> None:
-        """num_bytes: bytes of a row. device: rows are pinned if it is a GPU."""
-        self.rows: Tensor = pinned_rows((num_rows, num_bytes), device)
+    Host memory evicts the least recently used rows. `find`, `take` and `hold` keep rows from eviction until `release`.
+    """
+
+    def __init__(self, device: PagedCache, num_rows: int, copies: Copies, stats: OffloadStats) -> None:
+        self.device, self.copies, self.stats = device, copies, stats
+        self.rows: Tensor = pinned_rows((num_rows, device.rows.num_bytes), copies.device)
         self._pool = BlockPool(1 + num_rows)  # number 0 is never allocated
-
-    @property
-    def used_bytes(self) -> int:
-        """Bytes of the rows that have contents."""
-        return self._pool.num_cached * self.rows.shape[1]
 
     def __contains__(self, key: Hashable) -> bool:
         return bool(self._pool.find(key))
@@ -114,67 +104,47 @@ class HostMemory:
         if row := self._pool.find(key):
             self._pool.forget(row)
 
-
-@dataclass(frozen=True, slots=True)
-class OffloadedRows:
-    """KV blocks or states: their rows on the device, their rows in host memory, and the copies between both."""
-
-    device: PagedCache
-    host: HostMemory
-    copies: Copies
-    stats: OffloadStats
-
     def save_evicted(self, evicted: Sequence[tuple[int, Hashable]]) -> None:
-        """Copy rows to host memory before the device evicts them. If they do not fit, copy the last ones.
-
-        evicted: (device row, key) of each.
-        """
-        new = [(number, key) for number, key in evicted if key not in self.host]
-        self.save(new[-len(self.host.rows) :])
+        """Copy rows (device row, key) to host memory before the device evicts them; the last ones if not all fit."""
+        new = [(number, key) for number, key in evicted if key not in self]
+        self.save(new[-len(self.rows) :])
 
     def save(self, new: Sequence[tuple[int, Hashable]]) -> bool:
-        """Copy rows that host memory lacks from the device. Returns False if there is no room.
-
-        new: (device row, key) of each.
-        """
+        """Copy rows (device row, key) that host memory lacks from the device. Returns False if there is no room."""
         if not new:
             return True
         keys = [key for _, key in new]
-        rows = self.host.take(keys)
+        rows = self.take(keys)
         size = len(new) * self.device.rows.num_bytes
         if not rows:
             self.stats.dropped_bytes += size
             return False
-        self.copies.to_host(self.device.rows, [number for number, _ in new], self.host.rows, rows)
-        self.host.insert(keys, rows)
-        self.host.release(rows)
+        self.copies.to_host(self.device.rows, [number for number, _ in new], self.rows, rows)
+        self.insert(keys, rows)
+        self.release(rows)
         self.stats.stored_bytes += size
         return True
 
     def load(self, keys: Sequence[Hashable]) -> bool:
         """Copy the rows of `keys` that the device lacks to the device. Returns False if it has no room for all."""
-        wanted = [key for key in keys if not self.device.pool.find(key)]
-        rows = self.host.find(wanted)
+        rows = self.find([key for key in keys if not self.device.pool.find(key)])
         try:
             filled = self.device.pool.fill(keys)
             if filled is None:
                 return False
             if filled:
-                self.copies.to_device(self.host.rows, rows, self.device.rows, [number for _, number in filled])
+                self.copies.to_device(self.rows, rows, self.device.rows, [number for _, number in filled])
                 self.stats.loaded_bytes += len(filled) * self.device.rows.num_bytes
         finally:
-            self.host.release(rows[::-1])  # evict the end of a prefix first
+            self.release(rows[::-1])  # evict the end of a prefix first
         return True
 
     def hold(self, keys: Sequence[Hashable]) -> list[int] | None:
-        """Return host rows of `keys`, copied from the device if needed, and keep them from eviction.
-
-        None if a key is neither on the device nor in host memory, or host memory has no room.
-        """
-        new = [(self.device.pool.find(key), key) for key in keys if key not in self.host]
+        """Return host rows of `keys`, copied from the device if needed, kept from eviction; None if impossible."""
+        new = [(self.device.pool.find(key), key) for key in keys if key not in self]
         if not all(number for number, _ in new):
             return None
-        here = self.host.find([key for key in keys if key in self.host])
-        rows = self.host.find(keys) if self.save(new) else None
-        self.host.release(here)
+        here = self.find([key for key in keys if key in self])
+        rows = self.find(keys) if self.save(new) else None
+        self.release(here)
         return rows

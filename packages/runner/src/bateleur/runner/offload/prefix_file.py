@@ -4,8 +4,6 @@ The metadata of a file name its layout and its tokens, so a file of another engi
 checksum detects damage, not forgery: anyone who can write files that an engine reads can change what it computes.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -21,12 +19,11 @@ from torch import Tensor
 
 from bateleur.runner.errors import PrefixRefused
 from bateleur.runner.offload.rows import RowLayout, RowPart
-from bateleur.runner.offload.whole_file import OpenFile, opened_file, write_whole
+from bateleur.runner.offload.whole_file import opened_file, write_whole
 from bateleur.runner.utils.arguments import shown
 
 FORMAT, VERSION = "bateleur-prefix", "2"
-MAX_HEADER = 1 << 20
-"""Maximum header size in bytes; a thousand layers need less."""
+MAX_HEADER = 1 << 20  # maximum header size in bytes; a thousand layers need less
 _TOKENS = "token_ids"
 _FOREIGN_TENSORS = "its tensors are not laid out as this engine's"
 
@@ -35,16 +32,11 @@ _FOREIGN_TENSORS = "its tensors are not laid out as this engine's"
 class Prefix:
     """KV blocks of a prefix after its first `start` tokens, and the state at its end, on the host."""
 
-    start: int
-    """Tokens before the first block."""
-    key: bytes
-    """Prefix-cache key of all tokens up to the end."""
-    token_ids: NDArray[np.int32]
-    """Tokens of the blocks, and the one after them if blocks depend on it."""
-    blocks: NDArray[np.uint8]
-    """(n, block_bytes); n = 0 without attention, or if there is only a state."""
-    page: NDArray[np.uint8] | None
-    """(page_bytes,) the state after the last token; None if there is none."""
+    start: int  # tokens before the first block
+    key: bytes  # prefix-cache key of all tokens up to the end
+    token_ids: NDArray[np.int32]  # tokens of the blocks, and the one after them if blocks depend on it
+    blocks: NDArray[np.uint8]  # (n, block_bytes); n = 0 without attention, or if there is only a state
+    page: NDArray[np.uint8] | None  # (page_bytes,) the state after the last token; None if there is none
 
 
 def encode_prefix(layout: RowLayout, prefix: Prefix) -> bytes:
@@ -68,48 +60,52 @@ def read_prefix(path: Path, layout: RowLayout, *, follow_symlinks: bool = False)
 
     follow_symlinks: whether to accept a symbolic link. Raises PrefixRefused with the reason for any other file.
     """
-    with opened_file(path, follow_symlinks=follow_symlinks) as opened:
-        return _read(opened, layout)
-
-
-def _read(opened: OpenFile, layout: RowLayout) -> Prefix:
-    path, begin = opened.path, opened.read(8)
-    length = int.from_bytes(begin, "little")
-    if length > min(MAX_HEADER, opened.size - 8):
-        raise PrefixRefused("truncated", f"{path}: is no complete safetensors file")
-    header = opened.read(length)
-    stored = _stored_metadata(path, header)
-    _compare(path, stored, layout)
+    with opened_file(path, follow_symlinks=follow_symlinks) as (file, size):
+        begin = file.read(8)
+        length = int.from_bytes(begin, "little")
+        if length > min(MAX_HEADER, size - 8):
+            raise PrefixRefused("truncated", f"{path}: is no complete safetensors file")
+        header = file.read(length)
+        stored = _stored_metadata(path, header, layout)
+        expected, num_bytes = _expected(path, stored, layout)
+        if size != 8 + length + num_bytes:
+            raise PrefixRefused("truncated", f"{path}: has {size} bytes, not as many as its header says")
+        contents = begin + header + file.read(num_bytes)
     try:
-        start, end, key = int(stored["start"]), int(stored["end"]), bytes.fromhex(stored["key"])
+        tensors = load(contents)
+        if {name: (each.dtype, tuple(each.shape)) for name, each in tensors.items()} != expected:
+            raise SafetensorError
+    except SafetensorError as error:
+        raise PrefixRefused("foreign", f"{path}: {_FOREIGN_TENSORS}") from error
+    start, key = int(stored["start"]), bytes.fromhex(stored["key"])
+    blocks, page = np.empty((0, layout.block_bytes), np.uint8), None
+    if layout.block_parts and (parts := layout.block_parts)[0].name in tensors:
+        blocks = _join(tensors, parts, len(tensors[parts[0].name]))
+    if layout.page_parts and layout.page_parts[0].name in tensors:
+        page = _join(tensors, layout.page_parts, 1)[0]
+    prefix = Prefix(start, key, tensors[_TOKENS].numpy(), blocks, page)
+    if stored != _metadata(layout, prefix, tensors):
+        raise PrefixRefused("corrupt", f"{path}: its checksum is wrong")
+    return prefix
+
+
+def _expected(
+    path: Path, stored: dict[str, str], layout: RowLayout
+) -> tuple[dict[str, tuple[torch.dtype, tuple[int, ...]]], int]:
+    """Return dtypes and shapes of the tensors of a file, by name, and their bytes. stored: metadata of its header."""
+    try:
+        start, end = int(stored["start"]), int(stored["end"])
+        bytes.fromhex(stored["key"])
         if not 0 <= start <= end < 1 << 31 or not end or start % layout.block_size or end % layout.block_size:
             raise ValueError
     except (LookupError, ValueError) as error:
         raise PrefixRefused("foreign", f"{path}: its header does not say which tokens it is of") from error
     count = (end - start) // layout.block_size if layout.block_parts else 0
-    has_page = stored.get("state") == "1" and bool(layout.page_parts)
-    expected: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {
-        _TOKENS: (torch.int32, (end - start + layout.num_lookahead_tokens,))
-    }
+    has_page, num_ids = stored.get("state") == "1", end - start + layout.num_lookahead_tokens
+    expected: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {_TOKENS: (torch.int32, (num_ids,))}
     expected |= {each.name: (each.dtype, (count, *each.shape)) for each in layout.block_parts if count}
     expected |= {each.name: (each.dtype, each.shape) for each in layout.page_parts if has_page}
-    size = 4 * (end - start + layout.num_lookahead_tokens) + count * layout.block_bytes + has_page * layout.page_bytes
-    if opened.size != 8 + length + size:
-        raise PrefixRefused("truncated", f"{path}: has {opened.size} bytes, not as many as its header says")
-    try:
-        tensors = load(begin + header + opened.read(size))
-    except SafetensorError as error:
-        raise PrefixRefused("foreign", f"{path}: {_FOREIGN_TENSORS}") from error
-    if {name: (each.dtype, tuple(each.shape)) for name, each in tensors.items()} != expected:
-        raise PrefixRefused("foreign", f"{path}: {_FOREIGN_TENSORS}")
-    blocks = np.empty((0, layout.block_bytes), np.uint8)
-    if count:
-        blocks = _join(tensors, layout.block_parts, count)
-    page = _join(tensors, layout.page_parts, 1)[0] if has_page else None
-    prefix = Prefix(start, key, tensors[_TOKENS].numpy(), blocks, page)
-    if stored != _metadata(layout, prefix, tensors):
-        raise PrefixRefused("corrupt", f"{path}: its checksum is wrong")
-    return prefix
+    return expected, 4 * num_ids + count * layout.block_bytes + has_page * layout.page_bytes
 
 
 def _cut(rows: NDArray[np.uint8], parts: Sequence[RowPart]) -> dict[str, Tensor]:
@@ -125,24 +121,22 @@ def _join(tensors: Mapping[str, Tensor], parts: Sequence[RowPart], count: int) -
     return rows
 
 
-def _stored_metadata(path: Path, header: bytes) -> dict[str, str]:
+def _stored_metadata(path: Path, header: bytes, layout: RowLayout) -> dict[str, str]:
+    """Return the metadata of a header. Raises PrefixRefused with the first field in which its layout differs."""
     try:
         stored = json.loads(header)["__metadata__"]
     except (ValueError, RecursionError, LookupError, TypeError) as error:
         raise PrefixRefused("foreign", f"{path}: its header names no format") from error
     if not isinstance(stored, dict) or (stored.get("format"), stored.get("version")) != (FORMAT, VERSION):
         raise PrefixRefused("foreign", f"{path}: is not of the format {FORMAT} {VERSION}")
-    return {name: value for name, value in stored.items() if isinstance(value, str)}
-
-
-def _compare(path: Path, stored: dict[str, str], layout: RowLayout) -> None:
-    """Raise PrefixRefused if the stored layout differs, naming the first field that differs."""
+    stored = {name: value for name, value in stored.items() if isinstance(value, str)}
     for name, ours in layout.fields.items():
         if (theirs := stored.get(f"layout.{name}")) != ours:
             differs = f"its {name} is {shown(theirs)}, and this engine's is {shown(ours)}"
             raise PrefixRefused("foreign", f"{path}: {differs}")
     if stored.get("layout") != layout.digest:
         raise PrefixRefused("foreign", f"{path}: {_FOREIGN_TENSORS}")
+    return stored
 
 
 def _metadata(layout: RowLayout, prefix: Prefix, tensors: Mapping[str, Tensor]) -> dict[str, str]:

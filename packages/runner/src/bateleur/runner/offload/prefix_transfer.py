@@ -1,7 +1,5 @@
 """Export and import of prefixes: one file, or with several ranks a folder with a file for each rank."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -26,12 +24,7 @@ class PrefixTransfer:
 
     def __init__(self, cache: DeviceCache, layout: Callable[[], RowLayout], ranks: Ranks) -> None:
         """layout: returns the layout of files; called when first needed, because it is slow. May raise ValueError."""
-        self._cache, self._get_layout, self._ranks = cache, layout, ranks
-
-    @property
-    def layout(self) -> RowLayout:
-        """Layout of the files."""
-        return self._get_layout()
+        self._cache, self._layout, self._ranks = cache, layout, ranks
 
     def export(self, ids: NDArray[np.int32], path: Path) -> int:
         """Write the longest cached prefix of `ids` to a file (several ranks: a folder); return its number of tokens.
@@ -39,7 +32,7 @@ class PrefixTransfer:
         Waits for the device. Raises ValueError, with the reason, if nothing is cached, and OSError if writing fails; on
         all ranks if one of them fails.
         """
-        layout = self.layout
+        layout = self._layout()
         return run_on_all_ranks(self._ranks, lambda: self._export(ids, path, layout))
 
     def import_file(self, path: Path) -> int:
@@ -49,7 +42,7 @@ class PrefixTransfer:
         file is not an export of an engine like this one, and ValueError if the caches lack room; on all ranks if one of
         them fails.
         """
-        layout = self.layout
+        layout = self._layout()
         prefix = run_on_all_ranks(self._ranks, lambda: self._read(path, layout))
         by_rank = self._ranks.gather_ints([int.from_bytes(prefix.key[:7], "big"), len(prefix.token_ids)])
         if any(each != by_rank[0] for each in by_rank):
@@ -78,7 +71,8 @@ class PrefixTransfer:
     def _part(self, path: Path) -> Path:
         """Return the path of this rank's file. Raises PrefixRefused if another number of ranks exported it."""
         size = self._ranks.size
-        sizes = {1} if path.is_file() else {int(each[1]) for each in map(_PARTS.fullmatch, _names(path)) if each}
+        names = [each.name for each in path.iterdir()] if path.is_dir() else []
+        sizes = {1} if path.is_file() else {int(each[1]) for each in map(_PARTS.fullmatch, names) if each}
         if sizes and size not in sizes:
             exported = ", ".join(map(str, sorted(sizes)))
             raise PrefixRefused("foreign", f"{path}: is of an engine of {exported} ranks, and this one has {size}")
@@ -87,7 +81,7 @@ class PrefixTransfer:
     def _read(self, path: Path, layout: RowLayout) -> Prefix:
         cache = self._cache
         prefix = read_prefix(self._part(path), layout, follow_symlinks=True)
-        num_tokens, keys = len(prefix.token_ids) - layout.num_lookahead_tokens, PrefixKeys(cache.prefixes.block_size)
+        num_tokens, keys = len(prefix.token_ids) - layout.num_lookahead_tokens, PrefixKeys(layout.block_size)
         if num_tokens % layout.granularity:
             raise PrefixRefused("foreign", f"{path}: ends where no request can continue")
         if prefix.start or prefix.key != keys.of(prefix.token_ids, num_tokens):
@@ -99,7 +93,7 @@ class PrefixTransfer:
     @torch.inference_mode()
     def _add(self, prefix: Prefix, path: Path, layout: RowLayout) -> int:
         cache, fits = self._cache, True
-        num_tokens, keys = len(prefix.token_ids) - layout.num_lookahead_tokens, PrefixKeys(cache.prefixes.block_size)
+        num_tokens, keys = len(prefix.token_ids) - layout.num_lookahead_tokens, PrefixKeys(layout.block_size)
         if cache.pages is not None and prefix.page is not None:
             fits = cache.pages.add([prefix.key], prefix.page[None])
         if cache.blocks is not None:
@@ -108,8 +102,3 @@ class PrefixTransfer:
         if not fits:
             raise ValueError(f"{path}: has {num_tokens} tokens, for which the caches have no free room")
         return num_tokens
-
-
-def _names(folder: Path) -> list[str]:
-    """Return the names of the files in a folder; [] if it is not a folder."""
-    return [each.name for each in folder.iterdir()] if folder.is_dir() else []

@@ -1,13 +1,12 @@
 """KV blocks and states as rows of bytes: row i has the bytes of block (or state slot) i in all tensors of a cache."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import blake2b
 from math import prod
+from typing import Self
 
 import numpy as np
 import torch
@@ -29,8 +28,7 @@ class RowPart:
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
-    start: int
-    """Offset of its first byte."""
+    start: int  # offset of its first byte
 
     @property
     def end(self) -> int:
@@ -44,23 +42,19 @@ class PagedRows:
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         """tensors: at least one, all on one device, with contiguous entries."""
         self.parts: tuple[RowPart, ...] = ()
-        start = 0
+        self.num_bytes = 0  # size of a row
         for name, tensor in tensors.items():
-            self.parts += (RowPart(name, tensor.dtype, tuple(tensor.shape[1:]), start),)
-            start = self.parts[-1].end
-        self.num_bytes = start
-        """Size of a row."""
+            self.parts += (RowPart(name, tensor.dtype, tuple(tensor.shape[1:]), self.num_bytes),)
+            self.num_bytes = self.parts[-1].end
         # The widest possible words: a kernel that copies single bytes takes eight times as many threads.
-        fits = (each for each in _WORDS if all(_divides(each, tensor) for tensor in tensors.values()))
-        self._word = next(fits)
+        self._word = next(each for each in _WORDS if all(_divides(each, tensor) for tensor in tensors.values()))
         self._rows = [each.view(len(each), -1).view(self._word) for each in tensors.values()]
 
     def gather(self, numbers: Sequence[int], out: Tensor | None = None) -> Tensor:
         """Return copies of the rows `numbers`, (n, num_bytes) uint8 on the device, in `out` if given. No host sync."""
         index = upload(np.array(numbers, np.int64), self._rows[0].device)
         into = None if out is None else out.view(self._word)
-        rows = torch.cat([each.index_select(0, index) for each in self._rows], 1, out=into)
-        return rows.view(torch.uint8)
+        return torch.cat([each.index_select(0, index) for each in self._rows], 1, out=into).view(torch.uint8)
 
     def scatter(self, numbers: Sequence[int], rows: Tensor) -> None:
         """Set the rows `numbers`, all different, to rows (n, num_bytes) uint8 on the device. No host sync."""
@@ -85,18 +79,13 @@ def _divides(word: torch.dtype, tensor: Tensor) -> bool:
 class RowLayout:
     """Everything besides tokens that attention keys, values and states depend on, and their layout in a file."""
 
-    fields: Mapping[str, str]
-    """Weights, dtype, device, kernels, ranks and versions, by name."""
-    block_size: int
-    """Tokens of a block; without attention, distance of two states in tokens."""
-    granularity: int
-    """Tokens between two possible ends of a prefix."""
+    fields: Mapping[str, str]  # weights, dtype, device, kernels, ranks and versions, by name
+    block_size: int  # tokens of a block; without attention, distance of two states in tokens
+    granularity: int  # tokens between two possible ends of a prefix
     num_lookahead_tokens: int
     """Tokens after a prefix that its last block depends on: 1 if a draft head stores keys, else 0."""
-    block_parts: tuple[RowPart, ...]
-    """Parts of a KV block; empty without attention."""
-    page_parts: tuple[RowPart, ...]
-    """Parts of a state; empty without recurrent layers."""
+    block_parts: tuple[RowPart, ...]  # parts of a KV block; empty without attention
+    page_parts: tuple[RowPart, ...]  # parts of a state; empty without recurrent layers
 
     @property
     def block_bytes(self) -> int:
@@ -125,9 +114,9 @@ class PagedCache:
     rows: PagedRows
 
     def add(self, keys: Sequence[Hashable], data: NDArray[np.uint8]) -> bool:
-        """Add those `keys` that are not cached. data: (len(keys), num_bytes) contents; do not write to it any more.
+        """Add those `keys` that are not cached; returns False, and adds none, if there is no room.
 
-        Returns False, and adds nothing, if there is not enough room.
+        data: (len(keys), num_bytes) contents; do not write to it any more.
         """
         filled = self.pool.fill(keys)
         if filled:
@@ -140,24 +129,21 @@ class DeviceCache:
     """The prefix cache of a device, and the memory of its KV blocks and recurrent states (pages)."""
 
     prefixes: PrefixCache
-    blocks: PagedCache | None
-    """Keys and values of all layers and the draft head; None for a model without attention."""
-    pages: PagedCache | None
-    """States of all layers; None for a model without recurrent layers."""
+    blocks: PagedCache | None  # keys and values of all layers and the draft head; None for a model without attention
+    pages: PagedCache | None  # states of all layers; None for a model without recurrent layers
 
     @classmethod
-    def of(cls, prefixes: PrefixCache, caches: Caches, draft_kv: Sequence[tuple[Tensor, Tensor]]) -> DeviceCache:
+    def of(cls, prefixes: PrefixCache, caches: Caches, draft_kv: Sequence[tuple[Tensor, Tensor]]) -> Self:
         """Return the device cache of an engine. draft_kv: keys and values of a draft head, in the same blocks."""
         blocks = pages = None
         if caches.blocks is not None:
-            kv = {f"kv.{i}": pair for i, pair in enumerate(caches.kv)}
-            kv |= {f"draft.{i}": pair for i, pair in enumerate(draft_kv)}
-            found = {
-                f"{name}.{kind}": tensor
-                for name, pair in kv.items()
+            kv = {
+                f"{name}.{i}.{kind}": tensor
+                for name, pairs in (("kv", caches.kv), ("draft", draft_kv))
+                for i, pair in enumerate(pairs)
                 for kind, tensor in zip(("keys", "values"), pair, strict=True)
             }
-            blocks = PagedCache(caches.blocks, PagedRows(found))
+            blocks = PagedCache(caches.blocks, PagedRows(kv))
         if caches.free_pages is not None:
             states = {
                 f"states.{i}.{kind}": tensor

@@ -5,8 +5,6 @@ its last block. An ending is a position at which a request can continue. Its fil
 states, and the blocks since the last full segment. A prefix of t tokens has t // segment files and one more.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -17,54 +15,43 @@ from bateleur.runner.offload.rows import DeviceCache
 from bateleur.runner.requests.prefix_keys import PrefixKeys
 
 SEGMENT_BLOCKS = 16
-KINDS = ("kv", "end")
-"""Kinds of files: segments and endings."""
+KINDS = ("kv", "end")  # kinds of files: segments and endings
 
 
 @dataclass(frozen=True, slots=True)
 class FileSpan:
     """The part of a prefix that one file holds."""
 
-    start: int
-    """Tokens before it."""
-    end: int
-    """Tokens up to its end."""
-    name: str
-    """File name."""
-    key: bytes
-    """Key stored in the file."""
-    token_ids: NDArray[np.int32]
-    """Tokens of its blocks, and those after them that blocks depend on."""
-    blocks: tuple[bytes, ...]
-    """Prefix-cache keys of its blocks."""
-    page: bytes | None
-    """Prefix-cache key of the state at its end; None for a segment, or without states."""
+    start: int  # tokens before it
+    end: int  # tokens up to its end
+    name: str  # file name
+    key: bytes  # key stored in the file
+    token_ids: NDArray[np.int32]  # tokens of its blocks, and those after them that blocks depend on
+    blocks: tuple[bytes, ...]  # prefix-cache keys of its blocks
+    page: bytes | None  # prefix-cache key of the state at its end; None for a segment, or without states
 
 
 class PrefixSpans:
     """The files of one prefix: full segments of 16 blocks, and endings (positions at which a request can continue).
 
-    cache: the device's prefix cache.
-    keys: prefix keys of `ids`.
-    max_tokens: maximum tokens of the prefix. If blocks depend on the token after them, `ids` must have that token.
+    keys: prefix keys of `ids`. max_tokens: maximum tokens of the prefix. If blocks depend on the token after them,
+    `ids` must have that token.
     """
 
     def __init__(self, cache: DeviceCache, keys: PrefixKeys, ids: NDArray[np.int32], max_tokens: int) -> None:
         prefixes = cache.prefixes
-        self._has_blocks, self._has_pages = cache.blocks is not None, cache.pages is not None
+        self.has_blocks, self._has_pages = cache.blocks is not None, cache.pages is not None
         self._keys, self._ids, self._num_lookahead_tokens = keys, ids, prefixes.num_lookahead_tokens
         self.block_size, self.granularity = prefixes.block_size, prefixes.granularity
         self.segment = SEGMENT_BLOCKS * self.block_size
-        self.length = max(max_tokens, 0) // self.block_size * self.block_size
-        """Tokens of full blocks."""
-        self.blocks: list[bytes] = []
-        """Prefix-cache keys of the blocks; empty without attention."""
-        if self._has_blocks and self.length:
+        self.length = max(max_tokens, 0) // self.block_size * self.block_size  # tokens of full blocks
+        self.blocks: list[bytes] = []  # prefix-cache keys of the blocks; empty without attention
+        if self.has_blocks and self.length:
             self.blocks = prefixes.block_keys(keys, ids, 0, self.length // self.block_size)
 
     def segments(self) -> Iterator[FileSpan]:
         """Yield the parts of the prefix in files of full segments, in order."""
-        for end in range(self.segment, self.length + 1, self.segment) if self._has_blocks else ():
+        for end in range(self.segment, self.length + 1, self.segment) if self.has_blocks else ():
             yield self._span(end - self.segment, end, "kv")
 
     def files(self) -> list[str]:
@@ -77,17 +64,14 @@ class PrefixSpans:
 
     def base(self, end: int) -> int:
         """Return the number of tokens in full segments (16 blocks each) before position `end`."""
-        return end // self.segment * self.segment if self._has_blocks else end
+        return end // self.segment * self.segment if self.has_blocks else end
 
     def ends(self) -> Iterator[int]:
         """Yield the numbers of tokens at which a request can continue, the largest first."""
         yield from range(self.length // self.granularity * self.granularity, 0, -self.granularity)
 
     def two_ends(self, prompt_len: int) -> set[int]:
-        """Return where to end files: at the last possible position, and at the last one before the prompt's last token.
-
-        Positions at which a full segment (16 blocks) ends are left out.
-        """
+        """The last possible end of a file, and the last one before the prompt's last token; no ends of segments."""
         size = self.granularity
         last = (self.length // size * size, min(prompt_len - 1, self.length) // size * size)
         return {end for end in last if self.base(end) < end}
@@ -96,15 +80,10 @@ class PrefixSpans:
         """Return the part of the prefix in the file that ends at position `end`, after its full segments."""
         return self._span(self.base(end), end, "end")
 
-    @property
-    def has_blocks(self) -> bool:
-        """Whether the model has attention."""
-        return self._has_blocks
-
     def _span(self, start: int, end: int, kind: str) -> FileSpan:
         page = self.page(end) if kind == "end" else None
         blocks = self.blocks[start // self.block_size : end // self.block_size]
-        key = self.blocks[end // self.block_size - 1] if self._has_blocks else self._keys.of(self._ids, end)
+        key = self.blocks[end // self.block_size - 1] if self.has_blocks else self._keys.of(self._ids, end)
         ids = self._ids[start : end + self._num_lookahead_tokens]
         return FileSpan(start, end, f"{key.hex()}.{kind}.safetensors", key, ids, tuple(blocks), page)
 

@@ -1,6 +1,6 @@
 """The host-memory tier of the prefix cache."""
 
-from __future__ import annotations
+from typing import Self
 
 import numpy as np
 import torch
@@ -8,8 +8,8 @@ from numpy.typing import NDArray
 
 from bateleur.runner.offload.copies import Copies
 from bateleur.runner.offload.disk_tier import DiskTier
-from bateleur.runner.offload.host_memory import HostMemory, HostSizes, OffloadedRows
-from bateleur.runner.offload.rows import DeviceCache, PagedCache
+from bateleur.runner.offload.host_memory import HostSizes, OffloadedRows
+from bateleur.runner.offload.rows import DeviceCache
 from bateleur.runner.requests.prefix_keys import PrefixKeys
 from bateleur.runner.requests.request import Request
 from bateleur.runner.stats import OffloadStats
@@ -21,32 +21,30 @@ class HostTier:
     def __init__(self, blocks: OffloadedRows | None, pages: OffloadedRows | None, stats: OffloadStats) -> None:
         """blocks, pages: KV blocks and recurrent states; None if the model has no attention, or no recurrent layers."""
         self.blocks, self.pages, self.stats = blocks, pages, stats
-        self.disk: DiskTier | None = None
-        """The disk tier, if there is one."""
+        self.disk: DiskTier | None = None  # the disk tier, if there is one
         for level in (blocks, pages):
             if level is not None:
                 level.device.pool.on_evict = level.save_evicted
 
     @classmethod
-    def of(cls, cache: DeviceCache, sizes: HostSizes, device: torch.device, stats: OffloadStats) -> HostTier:
+    def of(cls, cache: DeviceCache, sizes: HostSizes, device: torch.device, stats: OffloadStats) -> Self:
         """Allocate host memory of these sizes."""
         rows = [each.rows.num_bytes for each in (cache.blocks, cache.pages) if each is not None]
         copies = Copies(device, max(rows))
 
-        def level(paged: PagedCache | None, count: int) -> OffloadedRows | None:
-            if paged is None:
-                return None
-            return OffloadedRows(paged, HostMemory(count, paged.rows.num_bytes, device), copies, stats)
-
-        return cls(level(cache.blocks, sizes.num_blocks), level(cache.pages, sizes.num_pages), stats)
+        blocks, pages = (
+            None if paged is None else OffloadedRows(paged, count, copies, stats)
+            for paged, count in ((cache.blocks, sizes.num_blocks), (cache.pages, sizes.num_pages))
+        )
+        return cls(blocks, pages, stats)
 
     def has_block(self, name: bytes) -> bool:
         """Return whether host memory has the KV block with this key."""
-        return self.blocks is not None and name in self.blocks.host
+        return self.blocks is not None and name in self.blocks
 
     def has_page(self, key: bytes) -> bool:
         """Return whether host memory has the recurrent state with this key."""
-        return self.pages is not None and key in self.pages.host
+        return self.pages is not None and key in self.pages
 
     def load(self, blocks: list[bytes], page: bytes | None, num_tokens: int) -> None:
         """Copy blocks and a state from host memory to the device if it has room. num_tokens: hit tokens to count."""
@@ -61,7 +59,7 @@ class HostTier:
         for level, keys in ((self.blocks, blocks), (self.pages, pages)):
             if level is not None:
                 for key in keys:
-                    level.host.forget(key)
+                    level.forget(key)
         if self.disk is not None:
             self.disk.forget(blocks, pages)
 

@@ -1,7 +1,5 @@
 """Identifies the weights of an engine by a digest of their files."""
 
-from __future__ import annotations
-
 import json
 import os
 from concurrent.futures import ThreadPoolExecutor
@@ -9,6 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
+from typing import Self
 
 from bateleur.runner.errors import PrefixRefused
 from bateleur.runner.offload.whole_file import opened_file, write_whole
@@ -17,8 +16,7 @@ _MAX_CACHED = 1 << 20
 _PIECE = 1 << 22
 _THREADS = 8
 
-Stat = tuple[int, int, int, int]
-"""Size, inode, and times of the last change of contents and of metadata in ns."""
+Stat = tuple[int, int, int, int]  # size, inode, and times of the last change of contents and of metadata in ns
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,11 +24,10 @@ class WeightFiles:
     """The files of a checkpoint folder, with their sizes, inodes and times when the model was loaded."""
 
     folder: Path
-    stats: tuple[tuple[str, Stat], ...]
-    """Status of `config.json` and each safetensors file, by name."""
+    stats: tuple[tuple[str, Stat], ...]  # status of `config.json` and each safetensors file, by name
 
     @classmethod
-    def of(cls, folder: Path) -> WeightFiles:
+    def of(cls, folder: Path) -> Self:
         """Record sizes, inodes and times of the files. Call it right after they were read."""
         return cls(folder, _stats(folder))
 
@@ -42,32 +39,24 @@ class WeightFiles:
         """
         if cache_path is not None and (cached := _cached_digest(cache_path, self.stats)):
             return cached
-        digest = self._digest()
-        if cache_path is not None:
-            with suppress(OSError):  # the next start then reads all files again
-                write_whole(cache_path, json.dumps([digest, self.stats]).encode())
-        return digest
-
-    def _digest(self) -> str:
-        names = [name for name, _ in self.stats]
-        try:
-            with ThreadPoolExecutor(_THREADS) as threads:
-                digests = list(threads.map(_digest, [self.folder / name for name in names]))
+        whole, unchanged = blake2b(digest_size=16), False
+        with suppress(OSError), ThreadPoolExecutor(_THREADS) as threads:
+            paths = [self.folder / name for name, _ in self.stats]
+            for path, digest in zip(paths, threads.map(_digest, paths), strict=True):
+                whole.update(path.name.encode() + b"\0" + digest)
             unchanged = _stats(self.folder) == self.stats
-        except OSError:
-            unchanged = False
         if not unchanged:
             raise ValueError(f"{self.folder}: its files have changed since the model was loaded; restart the engine")
-        whole = blake2b(digest_size=16)
-        for name, digest in zip(names, digests, strict=True):
-            whole.update(name.encode() + b"\0" + digest)
+        if cache_path is not None:
+            with suppress(OSError):  # the next start then reads all files again
+                write_whole(cache_path, json.dumps([whole.hexdigest(), self.stats]).encode())
         return whole.hexdigest()
 
 
 def _cached_digest(cache_path: Path, stats: tuple[tuple[str, Stat], ...]) -> str | None:
     try:
-        with opened_file(cache_path, follow_symlinks=False) as opened:
-            digest, cached = json.loads(opened.read(min(opened.size, _MAX_CACHED)))
+        with opened_file(cache_path, follow_symlinks=False) as (file, _):
+            digest, cached = json.loads(file.read(_MAX_CACHED))
     except (PrefixRefused, ValueError, TypeError, RecursionError):
         return None
     same = cached == json.loads(json.dumps(stats))

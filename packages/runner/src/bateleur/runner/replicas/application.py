@@ -1,7 +1,5 @@
 """The Ray Serve application: `serve run bateleur.runner.replicas.application:app model=DIR replicas=2`."""
 
-from __future__ import annotations
-
 import json
 import math
 import os
@@ -20,7 +18,7 @@ from starlette.types import Message
 from bateleur.runner.config.engine_config import EngineConfig, all_options
 from bateleur.runner.errors import EngineDead, QueueFull, ReplicaLost
 from bateleur.runner.replicas.config import NOT_OF_RAY, OF_RAY, ReplicaConfig
-from bateleur.runner.replicas.engine_replica import EngineReplica
+from bateleur.runner.replicas.engine_replica import EngineReplica, open_engine
 from bateleur.runner.replicas.forwarded_request import ForwardedRequest
 from bateleur.runner.replicas.frontend import ReplicaFrontend
 from bateleur.runner.serve.config import ServeConfig, served_engine
@@ -29,46 +27,35 @@ from bateleur.runner.utils.options import Option, options_of
 
 _ROUTER = "bateleur.runner.replicas.ray_router.PrefixRouter"
 _REPLICAS_PER_FRONTEND = 16
-_DEFAULT_MAX_NUM_SEQS = 64
-"""Concurrent requests of an engine whose max_num_seqs is chosen at start."""
-_SHUTDOWN_MARGIN = 5
-"""Seconds in addition to the server's shutdown timeout, before Ray kills a replica."""
+_SHUTDOWN_MARGIN = 5  # seconds in addition to the server's shutdown timeout, before Ray kills a replica
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeploymentPlan:
     """All options of an application: of the engines, the server and the replicas."""
 
-    engine: Mapping[str, Any] = field(default_factory=dict)
-    """Options of `LLM`."""
+    engine: Mapping[str, Any] = field(default_factory=dict)  # options of `LLM`
     server: ServeConfig = field(default_factory=ServeConfig)
     replicas: ReplicaConfig = field(default_factory=ReplicaConfig)
-    num_threads: int | None = None
-    """CPU threads per replica and rank; None is Ray's default, 1."""
+    num_threads: int | None = None  # CPU threads per replica and rank; None is Ray's default, 1
 
     @property
     def max_num_seqs(self) -> int:
         """Number of concurrent requests of a replica; 64 if the engine chooses it when it starts."""
-        return int(self.engine.get("max_num_seqs") or _DEFAULT_MAX_NUM_SEQS)
+        return int(self.engine.get("max_num_seqs") or 64)
 
     def resources(self, num_gpus: float) -> dict[str, float]:
-        """Return the Ray resources of one replica with all its ranks, which run on one node.
-
-        num_gpus: number of GPUs in the cluster; decides between CPU and GPU if `device` is auto.
-        """
+        """Return the Ray resources of a replica with all its ranks. num_gpus: GPUs of the cluster, for device auto."""
         device = str(self.engine.get("device", "auto"))
-        on_gpu = device.startswith("cuda") or (device == "auto" and num_gpus > 0)
-        sizes = (self.engine.get(name) for name in ("tensor_parallel_size", "data_parallel_size"))
-        ranks = math.prod(int(size or 1) for size in sizes)
-        if on_gpu:
+        ranks = math.prod(int(self.engine.get(f"{kind}_parallel_size") or 1) for kind in ("tensor", "data"))
+        if device.startswith("cuda") or (device == "auto" and num_gpus > 0):
             return {"CPU": float(self.num_threads or 1), "GPU": float(ranks)}
         return {"CPU": float(ranks * (self.num_threads or 1))}
 
     @property
     def num_cpus(self) -> int:
         """Number of CPUs that a new local Ray declares: enough for all replicas and one more, even on fewer cores."""
-        replica = self.resources(0)["CPU"]
-        return max(os.cpu_count() or 1, int(self.replicas.upper_limit * replica) + 1)
+        return max(os.cpu_count() or 1, int(self.replicas.upper_limit * self.resources(0)["CPU"]) + 1)
 
 
 def app(args: dict[str, Any]) -> serve.Application:
@@ -81,11 +68,11 @@ def app(args: dict[str, Any]) -> serve.Application:
         if name in given:
             refuse(name, given[name], "left out: use the options of Ray Serve, which listens")
     threads = given.pop("num_threads", None)
+    threads = None if threads is None else Integer(1)("num_threads", int(threads))
     server = ServeConfig(**_taken(given, options_of(ServeConfig)))
     replicas = ReplicaConfig(**_taken(given, options_of(ReplicaConfig)))
     engine = served_engine(_taken(given, all_options()) | given)
     EngineConfig.of(**engine)
-    threads = None if threads is None else Integer(1)("num_threads", int(threads))
     return build_application(DeploymentPlan(engine=engine, server=server, replicas=replicas, num_threads=threads))
 
 
@@ -93,18 +80,18 @@ def build_application(plan: DeploymentPlan) -> serve.Application:
     """Build the Ray Serve application with its two deployments: frontends, and engine replicas."""
     replicas, server = plan.replicas, plan.server
     resources = plan.resources(ray.cluster_resources().get("GPU", 0) if ray.is_initialized() else 0)
-    shutdown = {
-        "graceful_shutdown_timeout_s": server.shutdown_timeout + _SHUTDOWN_MARGIN,
-        "graceful_shutdown_wait_loop_s": 0.2,
-    }
+    num_gpus, placement = resources.get("GPU", 0.0), dict[str, Any]()
+    if num_gpus > 1:  # one resource bundle for all ranks, which are child processes on its node
+        placement = {"placement_group_bundles": [resources], "placement_group_strategy": "STRICT_PACK"}
+    seconds = server.shutdown_timeout + _SHUTDOWN_MARGIN
+    shutdown = {"graceful_shutdown_timeout_s": seconds, "graceful_shutdown_wait_loop_s": 0.2}
     scaling: dict[str, Any] = {"num_replicas": replicas.replicas}
     if replicas.upper_limit > replicas.replicas:
-        target = replicas.target_ongoing_requests or plan.max_num_seqs
         scaling = {
             "autoscaling_config": {
                 "min_replicas": replicas.replicas,
                 "max_replicas": replicas.upper_limit,
-                "target_ongoing_requests": target,
+                "target_ongoing_requests": replicas.target_ongoing_requests or plan.max_num_seqs,
                 "upscale_delay_s": replicas.upscale_delay,
                 "downscale_delay_s": replicas.downscale_delay,
             }
@@ -115,8 +102,8 @@ def build_application(plan: DeploymentPlan) -> serve.Application:
         name="engine",
         **scaling,
         **shutdown,
-        ray_actor_options={"num_cpus": resources["CPU"], "num_gpus": resources.get("GPU", 0.0)},
-        **_placement(resources),
+        ray_actor_options={"num_cpus": resources["CPU"], "num_gpus": num_gpus},
+        **placement,
         max_ongoing_requests=2 * plan.max_num_seqs + _REPLICAS_PER_FRONTEND,
         max_queued_requests=max(server.max_queued_requests, _REPLICAS_PER_FRONTEND),  # some for requests being sent
         health_check_period_s=2,
@@ -139,14 +126,7 @@ class _EngineDeployment(EngineReplica):
     """An `EngineReplica` that creates its engine, inside a Ray actor."""
 
     def __init__(self, engine: Mapping[str, Any], config: ServeConfig, num_threads: int | None) -> None:
-        import torch
-
-        from bateleur.runner.async_llm import AsyncLLM
-
-        if num_threads is not None:
-            torch.set_num_threads(num_threads)
-        options = dict(engine)
-        llm = AsyncLLM(options.pop("model", None), max_queued_requests=config.max_queued_requests, **options)
+        llm = open_engine(engine, num_threads, config.max_queued_requests)
         llm.llm.prepare_structured_outputs()
         super().__init__(serve.get_replica_context().replica_tag, llm, config)
 
@@ -183,23 +163,13 @@ class _FrontendDeployment(ReplicaFrontend):
         return dict(await self._engines.broadcast("metrics").results_async(timeout_s=10))
 
 
-def _placement(resources: Mapping[str, float]) -> dict[str, Any]:
-    """Return the placement of a replica: one resource bundle for all ranks, which are child processes on its node."""
-    if resources.get("GPU", 0.0) <= 1:
-        return {}
-    return {"placement_group_bundles": [dict(resources)], "placement_group_strategy": "STRICT_PACK"}
-
-
 def _taken(given: dict[str, Any], options: Iterable[Option]) -> dict[str, Any]:
-    """Remove these options from the arguments and return them."""
-    return {each.name: _typed(given.pop(each.name), each) for each in options if each.name in given}
-
-
-def _typed(value: Any, option: Option) -> Any:
-    """Parse a string as JSON unless the option is a string. A sequence of strings may be given as one string."""
-    if not isinstance(value, str) or option.type.startswith("str"):
-        return value
-    try:
-        return json.loads(value)
-    except json.JSONDecodeError:
-        return [value] if option.type.startswith("Sequence[str]") else value
+    """Remove these options from the arguments and return them. Strings are JSON for options of other types."""
+    taken = {each.name: given.pop(each.name) for each in options if each.name in given}
+    for each in options:
+        if isinstance(value := taken.get(each.name), str) and not each.type.startswith("str"):
+            try:
+                taken[each.name] = json.loads(value)
+            except json.JSONDecodeError:
+                taken[each.name] = [value] if each.type.startswith("Sequence[str]") else value
+    return taken

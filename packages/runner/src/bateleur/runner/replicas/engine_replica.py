@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from starlette.types import Message
 
@@ -22,11 +22,20 @@ _MAX_QUEUED_MESSAGES = 8
 _log = logging.getLogger(__name__)
 
 
-class EngineReplica:
-    """Answers forwarded requests as `bateleur serve` does.
+def open_engine(options: Mapping[str, Any], num_threads: int | None, max_queued_requests: int) -> AsyncLLM:
+    """Load the engine of a replica. options: those of `LLM`, `model` included. num_threads: None is torch's default."""
+    import torch
 
-    name: the replica's name on Ray. config: options of the server, without API keys, which the frontend checks.
-    """
+    from bateleur.runner.async_llm import AsyncLLM
+
+    if num_threads is not None:
+        torch.set_num_threads(num_threads)
+    named = {"model": None, **options}
+    return AsyncLLM(named.pop("model"), max_queued_requests=max_queued_requests, **named)
+
+
+class EngineReplica:
+    """Answers forwarded requests as `bateleur serve` does, without API keys, which the frontend checks."""
 
     def __init__(self, name: str, llm: AsyncLLM, config: ServeConfig) -> None:
         from bateleur.runner.serve.app import build_app  # imported late: it imports torch
@@ -37,8 +46,7 @@ class EngineReplica:
     async def answer(self, request: ForwardedRequest) -> AsyncGenerator[list[Message], None]:
         """Yield the application's ASGI messages, each time a list of all that are available.
 
-        Closing the generator aborts the request.
-        Raises ReplicaLost, before any message, if the engine is dead.
+        Closing the generator aborts the request. Raises ReplicaLost, before any message, if the engine is dead.
         """
         sent: asyncio.Queue[Message | None] = asyncio.Queue(_MAX_QUEUED_MESSAGES)
         task = asyncio.ensure_future(self._run(request, sent))
@@ -60,12 +68,12 @@ class EngineReplica:
                 await task
 
     async def _run(self, request: ForwardedRequest, sent: asyncio.Queue[Message | None]) -> None:
-        parts = [{"type": "http.request", "body": request.body, "more_body": False}]
+        body = [{"type": "http.request", "body": request.body, "more_body": False}]
 
         async def receive() -> Message:
-            if not parts:
+            if not body:
                 await asyncio.Future()  # a client that disconnects cancels the task instead
-            return parts.pop()
+            return body.pop()
 
         try:
             await self.app(dict(request.scope), receive, sent.put)

@@ -1,10 +1,9 @@
 """The HTTP request that the frontend forwards to a replica, as data that can be sent between processes."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncGenerator, Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from typing import Any, Self, TypeAlias
 
 from starlette.types import Message, Scope
 
@@ -19,31 +18,26 @@ _ASGI = {"version": "3.0", "spec_version": "2.3"}
 class ForwardedRequest:
     """A complete HTTP request that is forwarded to a replica, and hashes of its prompt's prefixes for routing."""
 
-    scope: dict[str, Any]
-    """The ASGI scope, without values that cannot be pickled."""
+    scope: dict[str, Any]  # the ASGI scope, without values that cannot be pickled
     body: bytes
-    prefixes: tuple[bytes, ...]
-    """Hashes of the prefixes of its prompt, see `prefix_keys`."""
-    excluded: frozenset[str] = frozenset()
-    """Replicas that died with it."""
+    prefixes: tuple[bytes, ...]  # hashes of the prefixes of its prompt, see `prefix_keys`
+    excluded: frozenset[str] = frozenset()  # replicas that died with it
 
     @classmethod
-    def of(cls, scope: Scope, body: bytes) -> ForwardedRequest:
+    def of(cls, scope: Scope, body: bytes) -> Self:
         """Convert an ASGI request. A body that is not JSON gets no prefix hashes; the replica reports the error."""
         fields = {name: scope[name] for name in _SCOPE_FIELDS if name in scope}
         fields["headers"] = [(bytes(name), bytes(value)) for name, value in scope["headers"]]
-        fields["client"], fields["server"] = _address(scope.get("client")), _address(scope.get("server"))
-        path = scope["path"].removeprefix(scope.get("root_path", ""))
-        prefixes: tuple[bytes, ...] = ()
-        if body and path.endswith(PATHS):
-            try:
-                value = loads(body)
-            except ValueError:
-                value = None
-            prefixes = prefix_keys(path, value) if isinstance(value, dict) else ()
+        for name in ("client", "server"):
+            address = scope.get(name)
+            fields[name] = None if address is None else (str(address[0]), int(address[1] or 0))
+        path, value = scope["path"].removeprefix(scope.get("root_path", "")), None
+        with suppress(ValueError):
+            value = loads(body) if body and path.endswith(PATHS) else None
+        prefixes = prefix_keys(path, value) if isinstance(value, dict) else ()
         return cls(fields | {"asgi": _ASGI}, body, prefixes)
 
-    def excluding(self, replica: str) -> ForwardedRequest:
+    def excluding(self, replica: str) -> Self:
         """Return the same request, which must not be sent to this replica again."""
         return replace(self, excluded=self.excluded | {replica})
 
@@ -51,7 +45,3 @@ class ForwardedRequest:
 SendRequest: TypeAlias = Callable[[ForwardedRequest], AsyncGenerator[list[Message], None]]
 """Sends a request to a replica and yields its ASGI messages, several at a time. Raises ReplicaLost if the replica dies
 before the last message, QueueFull, or EngineDead."""
-
-
-def _address(address: Any) -> tuple[str, int] | None:
-    return None if address is None else (str(address[0]), int(address[1] or 0))

@@ -1,11 +1,9 @@
 """ASGI application in front of replicas: authenticates and forwards requests, and retries them on other replicas."""
 
-from __future__ import annotations
-
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import aclosing
-from typing import TYPE_CHECKING
+from types import SimpleNamespace
 
 from fastapi import FastAPI, HTTPException, Request
 from fastapi.responses import Response
@@ -20,29 +18,55 @@ from bateleur.runner.serve.errors import http_error, http_errors
 from bateleur.runner.serve.middleware import add_middleware
 from bateleur.runner.serve.sse import error_event
 
-if TYPE_CHECKING:
-    from prometheus_client.core import Metric
-
-_MAX_LOST_REPLICAS = 3
-"""Replicas that may die with one request before it is refused: the request may be the cause."""
-_TIMEOUT = 20.0
-"""Seconds that a request without a prompt, such as /v1/models, waits for a replica."""
+_MAX_LOST_REPLICAS = 3  # replicas that may die with one request before it is refused: the request may be the cause
+_TIMEOUT = 20.0  # seconds that a request without a prompt, such as /v1/models, waits for a replica
 _METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+
+class _Response:
+    """The response to a client. Status and headers wait for the first byte of the body, so that a retry is possible."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self.head: Message | None = None
+        self.started = self.ended = False
+
+    async def send(self, message: Message) -> None:
+        """Send an ASGI message of the replica's application to the client."""
+        if message["type"] == "http.response.start":
+            self.head = message
+            return
+        more = message.get("more_body", False)
+        if more and not message.get("body"):
+            return
+        if not self.started:
+            assert self.head is not None
+            self.started = True
+            await self._send(self.head)
+        self.ended = not more
+        await self._send(message)
+
+    async def fail(self, error: HTTPException, path: str) -> None:
+        """End an event stream with the error as its last event. Raises the error if that is not possible."""
+        kinds = [value for name, value in (self.head or {}).get("headers", ()) if name == b"content-type"]
+        if self.ended:
+            return
+        if not self.started or not kinds or not kinds[0].startswith(b"text/event-stream"):
+            raise error
+        await self._send({"type": "http.response.body", "body": error_event(error, path), "more_body": False})
 
 
 class ReplicaFrontend:
     """Forwards requests to replicas, and their responses to clients.
 
     If a replica dies before the first byte of the response body, another one gets the request.
-    send_request: sends a request to a replica. metrics: returns the Prometheus text of each replica by its name.
     """
 
     def __init__(
         self, send_request: SendRequest, metrics: Callable[[], Awaitable[Mapping[str, str]]], config: ServeConfig
     ) -> None:
         self._send_request, self._metrics, self.config = send_request, metrics, config
-        self.stopping = False
-        """Whether new requests are refused because the server shuts down."""
+        self.stopping = False  # whether new requests are refused because the server shuts down
         self._running: set[asyncio.Task[None]] = set()
         self._closing = False
 
@@ -100,7 +124,7 @@ class ReplicaFrontend:
                         lost = error
                     if response.started:
                         break
-                    response.reset()
+                    response.head = None
                     request = request.excluding(str(lost))
         except TimeoutError as error:
             raise http_error(503, "no replica answered in time", code="no_replica") from error
@@ -126,67 +150,16 @@ class _Endpoint:
         await self._frontend.answer(scope, receive, send)
 
 
-class _Response:
-    """The response to a client. Status and headers wait for the first byte of the body, so that a retry is possible."""
-
-    def __init__(self, send: Send) -> None:
-        self._send = send
-        self._head: Message | None = None
-        self.started = self.ended = False
-
-    async def send(self, message: Message) -> None:
-        """Send an ASGI message of the replica's application to the client."""
-        if message["type"] == "http.response.start":
-            self._head = message
-            return
-        more = message.get("more_body", False)
-        if more and not message.get("body"):
-            return
-        if not self.started:
-            assert self._head is not None
-            self.started = True
-            await self._send(self._head)
-        self.ended = not more
-        await self._send(message)
-
-    def reset(self) -> None:
-        """Drop status and headers before a retry."""
-        self._head = None
-
-    async def fail(self, error: HTTPException, path: str) -> None:
-        """End an event stream with the error as its last event. Raises the error if that is not possible."""
-        kinds = [value for name, value in (self._head or {}).get("headers", ()) if name == b"content-type"]
-        if self.ended:
-            return
-        if not self.started or not kinds or not kinds[0].startswith(b"text/event-stream"):
-            raise error
-        body = error_event(error, path)
-        await self._send({"type": "http.response.body", "body": body, "more_body": False})
-
-
 def merge_metrics(texts: Mapping[str, str]) -> bytes:
     """Merge the metrics of all replicas: each family once, its samples with the label `replica`."""
-    from prometheus_client import CollectorRegistry, generate_latest
+    from prometheus_client import generate_latest
+    from prometheus_client.core import Metric
+    from prometheus_client.parser import text_string_to_metric_families
 
-    registry = CollectorRegistry(auto_describe=False)
-    registry.register(_MetricsCollector(texts))
-    return generate_latest(registry)
-
-
-class _MetricsCollector:
-    """Yields metric families from the texts of several replicas."""
-
-    def __init__(self, texts: Mapping[str, str]) -> None:
-        self._texts = texts
-
-    def collect(self) -> Iterator[Metric]:
-        """Yield all metric families, in the order in which replicas first list them."""
-        from prometheus_client.parser import text_string_to_metric_families
-
-        families: dict[str, Metric] = {}
-        for replica, text in self._texts.items():
-            for family in text_string_to_metric_families(text):
-                merged = families.setdefault(family.name, family)
-                samples = [each._replace(labels={**each.labels, "replica": replica}) for each in family.samples]
-                merged.samples = [*(merged.samples if merged is not family else ()), *samples]
-        yield from families.values()
+    families: dict[str, Metric] = {}
+    for replica, text in texts.items():
+        for family in text_string_to_metric_families(text):
+            merged = families.setdefault(family.name, family)
+            samples = [each._replace(labels={**each.labels, "replica": replica}) for each in family.samples]
+            merged.samples = [*(merged.samples if merged is not family else ()), *samples]
+    return generate_latest(SimpleNamespace(collect=families.values))

@@ -8,22 +8,20 @@ the same beginning.
 Routing is deterministic: no clock, no random numbers, no I/O. `benchmarks/fleet.py` simulates it with 1,000 replicas.
 """
 
-from __future__ import annotations
-
 import hashlib
 import heapq
 import json
 from array import array
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 from bateleur.runner.utils.arguments import Integer, Number
 
-SHORTEST = 128
-"""Bytes of the shortest prefix with a key: less is not worth a cache hit."""
-_MAX_MESSAGES = 64
-"""Only the ends of the first 64 messages have keys."""
+SHORTEST = 128  # bytes of the shortest prefix with a key: less is not worth a cache hit
+_MAX_MESSAGES = 64  # only the ends of the first 64 messages have keys
 _TEMPLATE_FIELDS = (
     *("model", "tools", "tool_choice", "chat_template_kwargs", "reasoning_effort"),
     *("instructions", "system", "thinking", "reasoning", "previous_response_id"),
@@ -31,16 +29,12 @@ _TEMPLATE_FIELDS = (
 """Fields of a conversation that a chat template may put before its messages."""
 _MESSAGE_FIELDS = {"/chat/completions": "messages", "/v1/messages": "messages", "/v1/responses": "input"}
 """Path endings of chat endpoints, and the fields with their messages."""
-PATHS = (*_MESSAGE_FIELDS, "/completions")
-"""Path endings of requests with a prompt."""
+PATHS = (*_MESSAGE_FIELDS, "/completions")  # path endings of requests with a prompt
 
 
 def prefix_keys(path: str, body: Mapping[str, Any]) -> tuple[bytes, ...]:
-    """Return hashes of prefixes of a request's prompt, from short to long.
-
-    Empty for a short, missing or invalid prompt. Of several prompts only the first is used.
-    """
-    try:
+    """Return hashes of prefixes of a request's (first) prompt, from short to long; none if it is short or invalid."""
+    with suppress(RecursionError):  # nested too deeply for any engine
         field = next((name for end, name in _MESSAGE_FIELDS.items() if path.endswith(end)), None)
         if field is not None:
             messages = [body[field]] if isinstance(body.get(field), str) else body.get(field)
@@ -48,8 +42,6 @@ def prefix_keys(path: str, body: Mapping[str, Any]) -> tuple[bytes, ...]:
             return tuple(_keys(head, map(_bytes, messages if isinstance(messages, list) else ())))
         if path.endswith("/completions"):
             return tuple(_keys(_bytes([body.get("model")]), [_prompt(body.get("prompt"))]))
-    except RecursionError:
-        pass  # nested too deeply for any engine
     return ()
 
 
@@ -90,6 +82,13 @@ def _keys(head: bytes, parts: Iterable[bytes]) -> Iterator[bytes]:
 _PRIME = (1 << 61) - 1
 
 
+@lru_cache(1 << 12)
+def _hash_factors(replica: str) -> tuple[int, int]:
+    """Return the factors of a replica's hash function."""
+    digest = hashlib.blake2b(replica.encode(), digest_size=14).digest()
+    return int.from_bytes(digest[:7], "little") + 1, int.from_bytes(digest[7:], "little")
+
+
 class RoutingChoice(NamedTuple):
     """The replica that gets a request, and how many of the request's prefixes were sent to it before."""
 
@@ -122,27 +121,26 @@ class PrefixRouting:
         self._max_prefixes = Integer(1)("max_prefixes", max_prefixes)
         self._holders: OrderedDict[bytes, set[str]] = OrderedDict()
         """By prefix the replicas that got it; the prefix of the latest request is last."""
-        self._hash_factors: dict[str, tuple[int, int]] = {}
-        """By replica the factors of its hash function."""
-        self._last_request: dict[str, int] = {}
-        """By replica the number of the last request sent to it."""
+        self._last_request: dict[str, int] = {}  # by replica the number of the last request sent to it
         self._num_requests = 0
 
     def __len__(self) -> int:
-        """Number of prefixes in memory."""
         return len(self._holders)
 
     def choose(self, prefixes: Sequence[bytes], loads: Mapping[str, float]) -> RoutingChoice:
-        """Choose a replica for a request, and record the request as sent there.
+        """Choose a replica for a request, and record the request as sent there. Raises ValueError if there is none.
 
-        prefixes: hashes of its prefixes, from short to long, as `prefix_keys` returns them. loads: number of requests
-        of each available replica. Raises ValueError if there is none.
+        prefixes: hashes of its prefixes, as of `prefix_keys`. loads: number of requests of each available replica.
         """
         if not loads:
             raise ValueError("loads holds no replica; at least one is needed")
         limit = (1 + self._imbalance) * (sum(loads.values()) + 1) / len(loads) + self._slack
-        choice = self._choose_holder(prefixes, loads, limit)
-        if choice is None:
+        for number in range(len(prefixes), 0, -1):
+            holders = self._holders.get(prefixes[number - 1], ())
+            if allowed := [each for each in holders if each in loads and loads[each] + 1 <= limit]:
+                choice = RoutingChoice(self._least_loaded(allowed, loads), number)
+                break
+        else:
             hashed = self._hash_choices(prefixes[0], loads) if prefixes else ()
             allowed = [each for each in hashed if loads[each] + 1 <= limit]
             choice = RoutingChoice(self._least_loaded(allowed or loads, loads), 0)
@@ -154,31 +152,15 @@ class PrefixRouting:
         for holders in self._holders.values():
             holders.discard(replica)
 
-    def _choose_holder(
-        self, prefixes: Sequence[bytes], loads: Mapping[str, float], limit: float
-    ) -> RoutingChoice | None:
-        for number in range(len(prefixes), 0, -1):
-            holders = self._holders.get(prefixes[number - 1], ())
-            allowed = [each for each in holders if each in loads and loads[each] + 1 <= limit]
-            if allowed:
-                return RoutingChoice(self._least_loaded(allowed, loads), number)
-        return None
-
     def _hash_choices(self, prefix: bytes, loads: Mapping[str, float]) -> list[str]:
         """Return two replicas by rendezvous hashing. Adding or removing a replica changes few choices."""
         number = int.from_bytes(hashlib.blake2b(prefix, digest_size=7).digest(), "little")
 
         def rank(replica: str) -> int:
-            factor, shift = self._hash_factors.get(replica) or self._new_factors(replica)
+            factor, shift = _hash_factors(replica)
             return (number * factor + shift) % _PRIME
 
         return heapq.nlargest(2, loads, rank)
-
-    def _new_factors(self, replica: str) -> tuple[int, int]:
-        digest = hashlib.blake2b(replica.encode(), digest_size=14).digest()
-        factors = int.from_bytes(digest[:7], "little") + 1, int.from_bytes(digest[7:], "little")
-        self._hash_factors[replica] = factors
-        return factors
 
     def _least_loaded(self, replicas: Sequence[str] | Mapping[str, float], loads: Mapping[str, float]) -> str:
         return min(replicas, key=lambda each: (loads[each], self._last_request.get(each, 0), each))
@@ -188,7 +170,6 @@ class PrefixRouting:
         self._last_request[replica] = self._num_requests
         if len(self._last_request) > 2 * len(loads):
             self._last_request = {each: n for each, n in self._last_request.items() if each in loads}
-            self._hash_factors = {each: n for each, n in self._hash_factors.items() if each in loads}
         for prefix in reversed(prefixes):
             holders = self._holders.setdefault(prefix, set())
             holders.add(replica)

@@ -1,7 +1,5 @@
 """`PrefixRouting` as a Ray Serve request router. Ray pickles this module, so it contains nothing else."""
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import Any
 
@@ -37,15 +35,16 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
         """Return the chosen replica first and all others second, in case it is full."""
-        argument = pending_request.args[0] if pending_request is not None and pending_request.args else None
-        request = argument if isinstance(argument, ForwardedRequest) else None
-        excluded = request.excluded if request is not None else frozenset()
+        request = pending_request.args[0] if pending_request is not None and pending_request.args else None
+        excluded, prefixes = frozenset[str](), tuple[bytes, ...]()
+        if isinstance(request, ForwardedRequest):
+            excluded, prefixes = request.excluded, request.prefixes
         known = {each.replica_id.unique_id: each for each in candidate_replicas}
         allowed = {name: each for name, each in known.items() if name not in excluded} or known
         if not allowed:
             return []
         loads = {name: self._load(each.replica_id) for name, each in allowed.items()}
-        chosen = self._routing.choose(request.prefixes if request is not None else (), loads).replica
+        chosen = self._routing.choose(prefixes, loads).replica
         return [[allowed.pop(chosen)], list(allowed.values())]
 
     def _load(self, replica_id: ReplicaID) -> int:

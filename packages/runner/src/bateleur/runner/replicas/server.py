@@ -1,7 +1,5 @@
 """`bateleur serve --replicas N`: runs the application on a new local Ray, or on an existing cluster."""
 
-from __future__ import annotations
-
 import logging
 import signal
 import socket
@@ -15,12 +13,10 @@ import ray
 from ray import serve
 
 from bateleur.runner.replicas.application import DeploymentPlan, build_application
-from bateleur.runner.serve.config import ServeConfig
 from bateleur.runner.utils.arguments import refuse
 
 _NAME = "bateleur"
-_OBJECT_STORE_BYTES = 80 * 2**20
-"""Shared memory of a local Ray, for requests and responses."""
+_OBJECT_STORE_BYTES = 80 * 2**20  # shared memory of a local Ray, for requests and responses
 _PROXY_SECONDS = "60"
 """Seconds in which the HTTP proxy of a local Ray must start. Ray's default of 5 is too short on a busy machine."""
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -28,10 +24,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 @contextmanager
 def ray_cluster(address: str | None, num_cpus: int) -> Iterator[None]:
-    """Connect to the Ray cluster at an address, or start a local one that ends with the `with` block.
-
-    num_cpus: CPUs that a local Ray declares; may exceed the number of cores.
-    """
+    """Connect to the Ray cluster at an address, or start a local one with `num_cpus` CPUs, for the `with` block."""
     from ray._common.usage.usage_lib import set_usage_stats_enabled_via_env_var
     from ray._private import ray_constants
     from ray._private.authentication.authentication_token_setup import maybe_enable_token_auth_if_token_available
@@ -70,62 +63,99 @@ def _check_reachable(address: str) -> None:
 
 
 @contextmanager
-def _deferred_interrupt() -> Iterator[None]:
-    """Delay an interrupt to the end of the `with` block, because Ray can only be shut down once it has started.
-
-    A second interrupt ends this process at once. Ray's agents then end by themselves within a minute.
-    """
-    if threading.current_thread() is not threading.main_thread():
+def _handling(receive: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """Set the handler of SIGINT and SIGTERM in the `with` block; in the main thread only, as Python has it."""
+    main = threading.current_thread() is threading.main_thread()
+    before = {each: signal.signal(each, receive) for each in _SIGNALS if main}
+    try:
         yield
-        return
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)
+
+
+@contextmanager
+def _interruptible() -> Iterator[Callable[[Callable[[], None]], None]]:
+    """Raise KeyboardInterrupt at the first signal in the `with` block. A second signal ends the process.
+
+    Yields a function that calls its argument and then waits for a signal, which does not raise.
+    """
+    waits, received = False, threading.Event()
+
+    def receive(number: int, frame: FrameType | None) -> None:
+        if waits:
+            received.set()
+            return
+        for each in _SIGNALS:
+            signal.signal(each, signal.SIG_DFL)
+        raise KeyboardInterrupt
+
+    def wait(ready: Callable[[], None]) -> None:
+        nonlocal waits
+        waits = True
+        ready()
+        received.wait()
+        waits = False
+
+    with _handling(receive):
+        yield wait
+
+
+def _start_local_ray(options: dict[str, Any]) -> None:
+    """Start a local Ray, with up to 3 attempts: its processes time out after 15 seconds on a busy machine.
+
+    An interrupt waits until Ray has started, because only then Ray can be shut down. A second interrupt ends this
+    process at once. Ray's agents then end by themselves within a minute.
+    """
     received: list[int] = []
 
     def receive(number: int, frame: FrameType | None) -> None:
         received.append(number)
         signal.signal(number, signal.SIG_DFL)
 
-    before = {each: signal.signal(each, receive) for each in _SIGNALS}
-    try:
-        yield
-    finally:
-        for each, handler in before.items():
-            signal.signal(each, handler)
-        if received:
-            raise KeyboardInterrupt
-
-
-def _start_local_ray(options: dict[str, Any]) -> None:
-    """Start a local Ray, with up to 3 attempts: its processes time out after 15 seconds on a busy machine."""
     for last in (False, False, True):
         try:
-            with _deferred_interrupt():
+            with _handling(receive):
                 ray.init("local", **options)
-            return
         except Exception as error:  # Ray raises no narrower class
-            ray.shutdown()
-            if last:
-                raise ValueError(f"Ray did not start: {error}") from error
+            if not received:
+                ray.shutdown()
+                if last:
+                    raise ValueError(f"Ray did not start: {error}") from error
+                continue
+        if received:
+            raise KeyboardInterrupt
+        return
 
 
 def run(plan: DeploymentPlan, port: int, ready: Callable[[], None]) -> None:
-    """Serve at this port until a signal arrives, then finish running requests.
+    """Serve at this port until a signal arrives, then finish running requests. ready: called when the server answers.
 
-    ready: called when the server answers. Raises ValueError if the replicas cannot be started, and KeyboardInterrupt
-    for a signal before they have started.
+    Raises ValueError if the replicas cannot be started, and KeyboardInterrupt for a signal before that.
     """
-    address = plan.replicas.ray_address
-    with ray_cluster(address, plan.num_cpus), _SignalHandler() as signals:
+    address, config = plan.replicas.ray_address, plan.server
+    tls = {name: getattr(config, name) for name in ("ssl_keyfile", "ssl_certfile", "ssl_ca_certs")}
+    with ray_cluster(address, plan.num_cpus), _interruptible() as wait:
         serve.start(
             proxy_location="HeadOnly" if address is None else "EveryNode",
-            http_options=_http_options(plan.server, port),
+            http_options={
+                "host": config.host,
+                "port": port,
+                "root_path": config.root_path,
+                "keep_alive_timeout_s": config.timeout_keep_alive,
+                **{name: path and str(path) for name, path in tls.items()},
+            },
             logging_config={"log_level": "WARNING", "enable_access_log": False},
         )
         if address is not None:
-            _check_free(address, plan.server.host, port)
+            _check_free(address, config.host, port)
         try:
-            frontends = _deploy(plan)
-            signals.wait(ready)
-            frontends.broadcast("drain", plan.server.shutdown_timeout).results()
+            try:
+                frontends = serve.run(build_application(plan), name=_NAME)
+            except RuntimeError as error:
+                raise ValueError(f"the replicas did not start: {error}") from error
+            wait(ready)
+            frontends.broadcast("drain", config.shutdown_timeout).results()
             serve.delete(_NAME)
         except BaseException:
             if address is not None:
@@ -142,57 +172,3 @@ def _check_free(address: str, host: str, port: int) -> None:
         refuse("port", f"{host}:{port}", f"{listens.host}:{listens.port}, the address of Ray Serve at {address}")
     if _NAME in serve.status().applications:
         refuse("ray_address", address, f"a cluster without a Ray Serve application {_NAME!r}")
-
-
-def _deploy(plan: DeploymentPlan) -> serve.handle.DeploymentHandle:
-    try:
-        return serve.run(build_application(plan), name=_NAME)
-    except RuntimeError as error:
-        raise ValueError(f"the replicas did not start: {error}") from error
-
-
-def _http_options(config: ServeConfig, port: int) -> dict[str, Any]:
-    return {
-        "host": config.host,
-        "port": port,
-        "root_path": config.root_path,
-        "keep_alive_timeout_s": config.timeout_keep_alive,
-        "ssl_keyfile": _text(config.ssl_keyfile),
-        "ssl_certfile": _text(config.ssl_certfile),
-        "ssl_ca_certs": _text(config.ssl_ca_certs),
-    }
-
-
-def _text(path: object) -> str | None:
-    return None if path is None else str(path)
-
-
-class _SignalHandler:
-    """Raises KeyboardInterrupt at the first signal, unless `wait` waits for it. A second signal ends the process."""
-
-    def __init__(self) -> None:
-        self._waits = False
-        self._received = threading.Event()
-
-    def __enter__(self) -> _SignalHandler:
-        self._before = {each: signal.signal(each, self._receive) for each in _SIGNALS}
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        for each, handler in self._before.items():
-            signal.signal(each, handler)
-
-    def wait(self, ready: Callable[[], None]) -> None:
-        """Call `ready`, and wait for a signal."""
-        self._waits = True
-        ready()
-        self._received.wait()
-        self._waits = False
-
-    def _receive(self, number: int, frame: FrameType | None) -> None:
-        if self._waits:
-            self._received.set()
-            return
-        for each in _SIGNALS:
-            signal.signal(each, signal.SIG_DFL)
-        raise KeyboardInterrupt

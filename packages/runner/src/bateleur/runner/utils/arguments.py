@@ -3,11 +3,10 @@
 A check is called with the name of the argument and its value. The message names argument, value and rule.
 """
 
-from __future__ import annotations
-
 import math
 import reprlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
 from numbers import Integral, Real
@@ -22,8 +21,7 @@ E = TypeVar("E", bound=Enum)
 _REPR = reprlib.Repr()
 _REPR.maxstring = _REPR.maxother = _REPR.maxlong = 80
 _REPR.maxlist = _REPR.maxtuple = _REPR.maxarray = _REPR.maxset = _REPR.maxdict = 8
-TEXTS_AND_BYTES = (str, bytes, bytearray, memoryview)
-"""Sequences that do not count as lists."""
+TEXTS_AND_BYTES = (str, bytes, bytearray, memoryview)  # sequences that do not count as lists
 
 
 def shown(value: object) -> str:
@@ -47,22 +45,17 @@ def refuse(name: str, value: object, rule: str) -> NoReturn:
 
 @dataclass(frozen=True, slots=True)
 class Integer:
-    """Checks for an integer in [low, high]; a bool is not one.
-
-    why: appended to the rule in the message. rule: replaces the rule made from the bounds.
-    """
+    """Checks for an integer in [low, high]; a bool is not one."""
 
     low: float = -math.inf
     high: float = math.inf
-    why: str = ""
-    rule: str = ""
+    why: str = ""  # appended to the rule in the message
+    rule: str = ""  # replaces the rule made from the bounds
 
     def __call__(self, name: str, value: object) -> int:
         """Return the value as an int. Raises ValueError for anything else."""
-        if isinstance(value, Integral) and not isinstance(value, bool):
-            number = int(value)
-            if self.low <= number <= self.high:
-                return number
+        if isinstance(value, Integral) and not isinstance(value, bool) and self.low <= int(value) <= self.high:
+            return int(value)
         bounds = "" if self.low == -math.inf else f" >= {self.low}"
         if self.high != math.inf:
             bounds = f" in [{self.low}, {self.high}]"
@@ -80,10 +73,11 @@ class Number:
     def __call__(self, name: str, value: object) -> float:
         """Return the value as a float. Raises ValueError for anything else."""
         if isinstance(value, Real) and not isinstance(value, bool):
-            number = _as_float(value)
-            least = self.low < number if self.above else self.low <= number
-            if math.isfinite(number) and least and number <= self.high:
-                return number
+            with suppress(OverflowError):  # an int beyond the range of float
+                number = float(value)
+                least = self.low < number if self.above else self.low <= number
+                if math.isfinite(number) and least and number <= self.high:
+                    return number
         bounds = "" if self.low == -math.inf else f" {'>' if self.above else '>='} {self.low:g}"
         if self.high != math.inf:
             bounds = f" in {'(' if self.above else '['}{self.low:g}, {self.high:g}]"
@@ -112,20 +106,18 @@ def mapping(name: str, value: object, rule: str = "an object") -> dict[str, Any]
     return dict(value)
 
 
-def folder(name: str, value: object) -> str:
+def folder(name: str, value: object, kind: str = "folder") -> str:
     """Return the path of a folder, which need not exist. Raises ValueError for another value."""
     path = fspath(value) if isinstance(value, PathLike) else value
     if not isinstance(path, str) or not path:
-        refuse(name, value, "the path of a folder")
+        refuse(name, value, f"the path of a {kind}")
     return path
 
 
 def file(name: str, value: object) -> Path:
     """Return the path of a file, which need not exist. Raises ValueError for another value."""
-    path = fspath(value) if isinstance(value, PathLike) else value
-    if not isinstance(path, str) or not path or "\0" in path:
-        refuse(name, value, "the path of a file")
-    return Path(path)
+    path = folder(name, value, "file")
+    return Path(path) if "\0" not in path else refuse(name, value, "the path of a file")
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,10 +170,3 @@ def member_of(kind: type[E], spelled: E | str) -> E:
     if isinstance(spelled, kind):
         return spelled
     return next(each for each in kind if spelled in (each.name, each.value))
-
-
-def _as_float(value: Real) -> float:
-    try:
-        return float(value)
-    except OverflowError:  # an int beyond the range of float counts as infinite
-        return math.inf

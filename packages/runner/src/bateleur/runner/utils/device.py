@@ -1,7 +1,5 @@
 """Devices and dtypes by name, the current GPU of a thread, and copies between host and device."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -20,10 +18,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 def resolve_device(device: str | torch.device) -> torch.device:
-    """Return the device with this name; "auto" is CUDA if available.
-
-    Raises ValueError for an unknown or missing device.
-    """
+    """Return the device with this name; "auto" is CUDA if available. Raises ValueError if it is unknown or missing."""
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -47,8 +42,7 @@ def indexed(device: torch.device) -> torch.device:
 def use_device(device: torch.device) -> AbstractContextManager[object]:
     """Make a GPU the calling thread's current device inside the `with` block; do nothing for a CPU.
 
-    Triton launches on the current device, whatever device its arguments are on, and pinned memory opens a CUDA context
-    on it. On exit the previous device is current again.
+    Triton launches on the current device, and pinned memory opens a CUDA context on it.
     """
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 

@@ -1,7 +1,5 @@
 """Reads JSON files of a checkpoint folder, and names files in errors."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,11 +1,8 @@
 """Log lines that appear once per process, so that repeated requests do not fill the log."""
 
-from __future__ import annotations
-
 import logging
 
-_MAX_LINES = 1000
-"""Maximum number of different lines, because clients choose some of their words."""
+_MAX_LINES = 1000  # maximum number of different lines, because clients choose some of their words
 _logged: set[str] = set()
 
 

@@ -24,8 +24,7 @@ class Checked:
 
     def __post_init__(self) -> None:
         for each in fields(self):  # type: ignore[arg-type]
-            value = each.metadata["check"](each.name, getattr(self, each.name))
-            object.__setattr__(self, each.name, value)
+            object.__setattr__(self, each.name, each.metadata["check"](each.name, getattr(self, each.name)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,11 +32,9 @@ class Option:
     """One field of a configuration class, for signatures and command lines."""
 
     name: str
-    type: str
-    """The annotation as written."""
+    type: str  # the annotation as written
     default: Any
-    help: str
-    """The docstring under the field, on one line."""
+    help: str  # the docstring under the field, on one line
 
 
 @cache
@@ -54,10 +51,7 @@ def options_of(config: type) -> tuple[Option, ...]:
 
 
 def _docstrings(config: type) -> dict[str, str]:
-    """Return the docstrings under the fields of a class, by field.
-
-    They are parsed from the source, as Python drops them.
-    """
+    """Return the docstrings under the fields of a class, by field. Python drops them, so the source is parsed."""
     (definition,) = ast.parse(textwrap.dedent(inspect.getsource(config))).body
     assert isinstance(definition, ast.ClassDef)
     found, last = {}, ""

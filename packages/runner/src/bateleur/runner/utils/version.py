@@ -1,7 +1,5 @@
 """The version of this package."""
 
-from __future__ import annotations
-
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -15,5 +13,4 @@ def package_version() -> str:
     except PackageNotFoundError:
         import tomllib
 
-        project = Path(__file__).parents[4] / "pyproject.toml"
-        return str(tomllib.loads(project.read_text())["project"]["version"])
+        return str(tomllib.loads((Path(__file__).parents[4] / "pyproject.toml").read_text())["project"]["version"])

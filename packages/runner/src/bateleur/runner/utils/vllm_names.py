@@ -1,14 +1,11 @@
 """vLLM's arguments that are not options here. Values that change nothing are accepted, others are refused."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping
 from typing import Any
 
 from bateleur.runner.utils.arguments import refuse, shown
 
-Refusals = dict[str, tuple[tuple[Any, ...], str]]
-"""By name: the accepted values, and the reason why others are refused."""
+Refusals = dict[str, tuple[tuple[Any, ...], str]]  # by name: the accepted values, and the reason why others are refused
 
 
 def table(*rows: tuple[str, tuple[Any, ...], str]) -> Refusals:
@@ -43,11 +40,7 @@ ENGINE = table(
     ("quantization_config", (None, {}), "config.json of the checkpoint says how its weights are quantised"),
     ("allow_deprecated_quantization", (False,), "config.json says how weights are quantised"),
     ("mamba_cache_dtype", ("auto",), "windows have the dtype of the model"),
-    (
-        "kv_cache_dtype_skip_layers",
-        (None, []),
-        "keys and values of all layers have one dtype, see kv_cache_dtype",
-    ),
+    ("kv_cache_dtype_skip_layers", (None, []), "keys and values of all layers have one dtype, see kv_cache_dtype"),
     ("calculate_kv_scales", (False,), "scales of an FP8 cache come from the checkpoint"),
     ("kv_sharing_fast_prefill", (False,), "layers do not share keys and values"),
     ("trust_remote_code", (False,), "code of a checkpoint is never run"),
@@ -163,19 +156,17 @@ _PASSED = ("num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max")
 
 
 def translate_vllm_names(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Replace vLLM's enforce_eager and speculative_config by the options here.
-
-    Raises ValueError for an unsupported value.
-    """
-    options = translate_speculative_config(given)
-    eager = options.pop("enforce_eager", False)
-    if eager is True and options.setdefault("cudagraph_mode", "NONE") not in ("NONE", None):
+    """Replace vLLM's enforce_eager and speculative_config by the options here. Raises ValueError for other values."""
+    options = _translate_speculative_config(given)
+    if options.pop("enforce_eager", False) is True and options.setdefault("cudagraph_mode", "NONE") not in (
+        "NONE",
+        None,
+    ):
         refuse("cudagraph_mode", options["cudagraph_mode"], "NONE with enforce_eager")
     return options
 
 
-def translate_speculative_config(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Replace vLLM's `speculative_config` by the options here. Raises ValueError for an unsupported value."""
+def _translate_speculative_config(given: Mapping[str, Any]) -> dict[str, Any]:
     name, options = "speculative_config", dict(given)
     config = options.pop(name, None)
     if config is None:
@@ -188,7 +179,7 @@ def translate_speculative_config(given: Mapping[str, Any]) -> dict[str, Any]:
     method, model = config.get("method"), config.get("model")
     if method not in (None, *_METHODS):
         refuse(f"{name}['method']", method, f"one of {', '.join(_METHODS)}")
-    draft = _METHODS[method] if method is not None else None
+    draft = None if method is None else _METHODS[method]
     if (draft is None) == (model is None):
         rule = "the folder of a draft head" if draft is None else f"None: {method} has no model of its own"
         refuse(f"{name}['model']", model, rule)
@@ -199,14 +190,10 @@ def translate_speculative_config(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def drop_unsupported(table: Refusals, given: Mapping[str, Any], *, keep: Collection[str] = ()) -> dict[str, Any]:
-    """Return the arguments without the names in the table. Raises ValueError for values that are refused.
-
-    keep: names that are returned although the table has them.
-    """
+    """Return the arguments that the table lacks or `keep` names. Raises ValueError for values that are refused."""
     refused = {name for name in given if name in table and name not in keep}
     for name in refused:
-        values, why = table[name]
-        value = given[name]
+        (values, why), value = table[name], given[name]
         if ... not in values and not any(type(value) is type(each) and value == each for each in values):
             known = " or ".join(map(repr, values)) or "absent"
             raise ValueError(f"{name} is {shown(value)}; it must be {known}: {why}")

@@ -1,12 +1,10 @@
 """The data-parallel coordinator: distributes requests over ranks and collects their outputs."""
 
-from __future__ import annotations
+from collections.abc import Container, Iterable
+from typing import NamedTuple
 
-from collections.abc import Container, Iterable, Mapping
-from dataclasses import dataclass
-
+from bateleur.runner.engine import messages
 from bateleur.runner.engine.engine import Engine
-from bateleur.runner.engine.messages import AbandonRequests, AbortRequest, AddRequests, Message, ReportStats, RunStep
 from bateleur.runner.engine.request_registry import require_new
 from bateleur.runner.outputs import RequestOutput
 from bateleur.runner.requests.request_group import RequestGroup
@@ -15,8 +13,7 @@ from bateleur.runner.utils.arguments import shown
 from bateleur.runner.workers.leader import Leader
 
 
-@dataclass(frozen=True, slots=True)
-class RequestPlacement:
+class RequestPlacement(NamedTuple):
     """The rank that runs a request, and its number of continuations."""
 
     rank: int
@@ -32,25 +29,16 @@ class DataParallelCoordinator:
 
     def __init__(self, engine: Engine, leader: Leader) -> None:
         self._engine, self._leader, size = engine, leader, leader.ranks.size
-        self._placements: dict[str, RequestPlacement] = {}
+        self.requests: dict[str, RequestPlacement] = {}  # waiting and running requests by id
         self._undelivered: dict[str, RequestOutput] = {}
         self._stats: list[EngineStats] = [EngineStats() for _ in range(1, size)]
-        self.loads = [0] * size
-        """Live continuations of each rank."""
-        self.fetched_by_caller: set[str] = set()
-        """See `RequestRegistry`, as for all other members."""
+        self.loads = [0] * size  # live continuations of each rank
+        self.fetched_by_caller: set[str] = set()  # see `RequestRegistry`, as for all other members
         self.abandoned: set[str] = set()
-
-    @property
-    def requests(self) -> Mapping[str, RequestPlacement]:
-        """Waiting and running requests by id."""
-        return self._placements
 
     def __contains__(self, request_id: object) -> bool:
         self.restore()
-        return request_id in self._placements or request_id in self._undelivered
-
-    # --- messages -----------------------------------------------------------------------------------------
+        return request_id in self.requests or request_id in self._undelivered
 
     def add(self, *groups: RequestGroup) -> None:
         """Queue requests, all or none. Raises ValueError for an id that is in use or occurs twice."""
@@ -62,21 +50,21 @@ class DataParallelCoordinator:
             placements[group.request_id] = RequestPlacement(rank, len(group.members))
             loads[rank] += len(group.members)
             parts[rank].append(group)
-        with self._leader.send_each([AddRequests(tuple(part)) for part in parts]):
+        with self._leader.send_each([messages.AddRequests(tuple(part)) for part in parts]):
             self._engine.registry.add(*parts[0])
-            self._placements |= placements
+            self.requests |= placements
             self.loads = loads
             self._receive()
 
     def abort(self, request_id: str) -> RequestOutput:
         """End a request now; returns its output so far. Raises ValueError for an unknown id."""
         self.restore()
-        placement = self._placements.get(request_id)
+        placement = self.requests.get(request_id)
         if placement is None:
             raise ValueError(f"request_id is {shown(request_id)}; no such request is waiting or running")
-        messages: list[Message] = [AbandonRequests(())] * len(self.loads)
-        messages[placement.rank] = AbortRequest(request_id)
-        with self._leader.send_each(messages):
+        parts: list[messages.Message] = [messages.AbandonRequests(())] * len(self.loads)
+        parts[placement.rank] = messages.AbortRequest(request_id)
+        with self._leader.send_each(parts):
             if placement.rank == 0:
                 self._queue([self._engine.registry.abort(request_id)])
             self._receive()
@@ -87,9 +75,11 @@ class DataParallelCoordinator:
         if not self.abandoned:
             return
         gone = sorted(self.abandoned)
-        own = [[name for name in gone if name in self._placements and self._placements[name].rank == rank]
-               for rank in range(len(self.loads))]  # fmt: skip
-        with self._leader.send_each([AbandonRequests(tuple(names)) for names in own]):
+        own: list[list[str]] = [[] for _ in self.loads]
+        for name in gone:
+            if name in self.requests:
+                own[self.requests[name].rank].append(name)
+        with self._leader.send_each([messages.AbandonRequests(tuple(names)) for names in own]):
             self._engine.registry.abandoned.update(own[0])
             self._engine.registry.restore()
             self._receive()
@@ -103,20 +93,18 @@ class DataParallelCoordinator:
     def step(self) -> None:
         """Run one step on all ranks."""
         self.restore()
-        with self._leader.send_each([RunStep(0.0)] * len(self.loads)):
+        with self._leader.send_each([messages.RunStep(0.0)] * len(self.loads)):
             self._engine.step()
-            before = len(self._placements)
+            before = len(self.requests)
             self._receive()
         if before:
             self._update_stats()
 
     def _update_stats(self) -> None:
         """Get the counters of all ranks, if no request is left."""
-        if not self._placements:
-            with self._leader.send_each([ReportStats()] * len(self.loads)):
+        if not self.requests:
+            with self._leader.send_each([messages.ReportStats()] * len(self.loads)):
                 self._receive()
-
-    # --- outputs ------------------------------------------------------------------------------------------
 
     def _receive(self) -> None:
         """Collect the outputs of all ranks after a message."""
@@ -129,15 +117,13 @@ class DataParallelCoordinator:
     def _queue(self, outputs: Iterable[RequestOutput]) -> None:
         for output in outputs:
             name = output.request_id
-            if (queued := self._undelivered.get(name)) is None:
-                self._undelivered[name] = output
-            else:
+            if (queued := self._undelivered.setdefault(name, output)) is not output:
                 queued.add(output)
             if output.finished:
                 self._remove(name)
 
     def _remove(self, name: str) -> None:
-        if (placement := self._placements.pop(name, None)) is not None:
+        if (placement := self.requests.pop(name, None)) is not None:
             self.loads[placement.rank] -= placement.num_members
 
     def take(self, request_ids: Container[str]) -> RequestOutput | None:
@@ -153,7 +139,7 @@ class DataParallelCoordinator:
     @property
     def has_unfinished(self) -> bool:
         """Whether a request is waiting or running, or `take_all` has an output to return."""
-        return not self._placements.keys() <= self.abandoned or not self._undelivered.keys() <= self.fetched_by_caller
+        return not self.requests.keys() <= self.abandoned or not self._undelivered.keys() <= self.fetched_by_caller
 
     def metrics(self) -> EngineStats:
         """Return the counters of all ranks. Those of other ranks are as of their last reply with counters."""

@@ -1,7 +1,5 @@
 """The process of every rank but the first: it runs the same engine by the messages of the first rank."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import signal
@@ -17,57 +15,40 @@ import torch
 from torch._C._distributed_c10d import TCPStore
 
 from bateleur.runner.config.engine_config import EngineConfig
-from bateleur.runner.distributed.connections import RankConnection, RankHeartbeat
+from bateleur.runner.distributed.connections import RankConnection, RankHeartbeat, StartPhase
 from bateleur.runner.distributed.launch import TorchrunRendezvous, inherited
 from bateleur.runner.distributed.process_group import LOCALHOST, ProcessGroup
 from bateleur.runner.distributed.ranks import Ranks
+from bateleur.runner.engine import messages
 from bateleur.runner.engine.engine import Engine
 from bateleur.runner.engine.input_processor import InputProcessor
 from bateleur.runner.engine.memory_profile import needed_bytes
-from bateleur.runner.engine.messages import (
-    AbandonRequests,
-    AbortRequest,
-    AddRequests,
-    Message,
-    Reply,
-    ReportStats,
-    RunOperation,
-    RunStep,
-)
 from bateleur.runner.engine.setup import EngineSetup, device_of
 from bateleur.runner.outputs import RequestOutput, RequestOutputKind
 from bateleur.runner.requests.request_group import RequestGroup
 from bateleur.runner.utils.device import make_current, use_device
 
-LOAD_SECONDS = 3600.0
-"""Time limit of loading and capturing, and of long operations."""
-JOIN_SECONDS = 60.0
-"""Time limit for ranks to find each other."""
-STATS_SECONDS = 0.25
-"""Between two replies with counters, if no request ends."""
-GRACE_SECONDS = 5.0
-"""Added to the limits of other ranks, so that the first rank reports a hang first."""
+LOAD_SECONDS = 3600.0  # time limit of loading and capturing, and of long operations
+JOIN_SECONDS = 60.0  # time limit for ranks to find each other
+STATS_SECONDS = 0.25  # between two replies with counters, if no request ends
+GRACE_SECONDS = 5.0  # added to the limits of other ranks, so that the first rank reports a hang first
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerStart:
-    """The first message to another rank.
-
-    port: port of the store in which ranks find each other. num_threads: number of threads of all
-    ranks together, on a CPU. step_seconds: time limit of a step.
-    """
+    """The first message to another rank."""
 
     config: EngineConfig
     rank: int
     size: int
-    port: int
-    num_threads: int
-    step_seconds: float
+    port: int  # of the store in which ranks find each other
+    num_threads: int  # of all ranks together, on a CPU
+    step_seconds: float  # time limit of a step
 
 
-def time_limit(message: Message, step_seconds: float) -> float:
+def time_limit(message: messages.Message, step_seconds: float) -> float:
     """Return the maximum seconds that a message may take."""
-    return max(step_seconds, LOAD_SECONDS) if isinstance(message, RunOperation) else step_seconds
+    return max(step_seconds, LOAD_SECONDS) if isinstance(message, messages.RunOperation) else step_seconds
 
 
 def share_threads(device: torch.device, num_threads: int, size: int) -> None:
@@ -81,37 +62,35 @@ class Follower:
 
     def __init__(self, config: EngineConfig, group: ProcessGroup) -> None:
         self._data_parallel = config.parallel.data_parallel_size > 1
-        self._reported_at = 0.0
-        """When counters were last sent, in seconds of `time.monotonic`."""
+        self._reported_at = 0.0  # when counters were last sent, in seconds of `time.monotonic`
         setup = EngineSetup.of(config, needed_bytes, group.ranks)
         self.engine = Engine(setup)
         self._inputs = InputProcessor(setup.tokenizer, setup.model.spec, setup.limits, config)
 
-    def follow(self, message: Message) -> Reply | None:
+    def follow(self, message: messages.Message) -> messages.Reply | None:
         """Apply a message of the first rank. Returns the reply if this is a data-parallel rank, else None."""
         registry, outputs = self.engine.registry, list[RequestOutput]()
         match message:
-            case RunStep(seconds):
+            case messages.RunStep(seconds):
                 self.engine.step(None if self._data_parallel else seconds)
-            case AddRequests(groups):
+            case messages.AddRequests(groups):
                 registry.add_here(*map(self._with_members, groups))
-            case AbortRequest(request_id):
+            case messages.AbortRequest(request_id):
                 outputs.append(registry.abort(request_id))
-            case AbandonRequests(request_ids):
+            case messages.AbandonRequests(request_ids):
                 registry.abandoned.update(request_ids)
                 registry.restore()
-            case ReportStats():
+            case messages.ReportStats():
                 self._reported_at = 0.0
-            case RunOperation():
+            case messages.RunOperation():
                 self.engine.operate_here(message)
         outputs += registry.take_all()
-        return self._reply(outputs) if self._data_parallel else None
-
-    def _reply(self, outputs: list[RequestOutput]) -> Reply:
+        if not self._data_parallel:
+            return None
         now, stats = time.monotonic(), None
         if now - self._reported_at > STATS_SECONDS or any(output.finished for output in outputs):
             self._reported_at, stats = now, self.engine.metrics()
-        return Reply(outputs, stats)
+        return messages.Reply(outputs, stats)
 
     def _with_members(self, group: RequestGroup) -> RequestGroup:
         """Create the members of a group, without text output unless this is a data-parallel rank."""
@@ -127,7 +106,8 @@ def follow(
 ) -> None:
     """Load the model, and process messages until the first rank closes the connection."""
     follower = Follower(config, group)
-    heartbeat.ready()
+    heartbeat.end()
+    heartbeat.send(StartPhase.READY)
     while True:
         try:
             received = connection.messages.recv_bytes()
@@ -149,7 +129,7 @@ def run(connection: RankConnection) -> None:
     heartbeat = RankHeartbeat(connection, LOAD_SECONDS)
     with _reporting_errors(heartbeat):
         start: WorkerStart = connection.messages.recv()
-        heartbeat.started()
+        heartbeat.send(StartPhase.STARTED)
         ranks = Ranks(start.rank, start.size, local=(start.rank, start.size))
         device = device_of(start.config, ranks)
         make_current(device)
@@ -165,7 +145,7 @@ def run_under_torchrun(config: EngineConfig, rendezvous: TorchrunRendezvous) -> 
     connection = rendezvous.connect()
     heartbeat = RankHeartbeat(connection, LOAD_SECONDS)
     with _reporting_errors(heartbeat):
-        heartbeat.started()
+        heartbeat.send(StartPhase.STARTED)
         device = device_of(config, rendezvous.ranks)
         with use_device(device):
             group = ProcessGroup(rendezvous.store, rendezvous.ranks, device, LOAD_SECONDS)
@@ -184,12 +164,7 @@ def _reporting_errors(heartbeat: RankHeartbeat) -> Iterator[None]:
         os._exit(1)
 
 
-def main() -> None:
-    """Entry point of a process that the first rank has started."""
+if __name__ == "__main__":  # in a process that the first rank has started
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     warnings.simplefilter("ignore")  # the first rank warns of the same
     run(inherited())
-
-
-if __name__ == "__main__":
-    main()

@@ -1,7 +1,5 @@
 """The first of several ranks. It starts the others, and sends each message of its engine to them."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import signal
@@ -10,15 +8,15 @@ from datetime import timedelta
 from functools import partial
 from threading import current_thread, main_thread
 from types import FrameType, TracebackType
-from typing import Any, NoReturn
+from typing import NoReturn, Self
 
 import torch
 from torch._C._distributed_c10d import TCPStore
 
 from bateleur.runner.assets import shipped_model
 from bateleur.runner.checkpoint.open import open_checkpoint
-from bateleur.runner.config.engine_config import EngineConfig, SpeculativeConfig
-from bateleur.runner.distributed.connections import RankProcess, type_and_message
+from bateleur.runner.config.engine_config import EngineConfig
+from bateleur.runner.distributed.connections import RankProcess, StartPhase, type_and_message
 from bateleur.runner.distributed.launch import TorchrunRendezvous, start
 from bateleur.runner.distributed.monitor import RankMonitor
 from bateleur.runner.distributed.process_group import LOCALHOST, ProcessGroup
@@ -29,15 +27,8 @@ from bateleur.runner.errors import CollectiveBroken, EngineDead, RankFailed
 from bateleur.runner.models.sharding import shard_experts, shard_model
 from bateleur.runner.utils.arguments import refuse, shown
 from bateleur.runner.utils.device import resolve_device
-from bateleur.runner.workers.follower import (
-    GRACE_SECONDS,
-    JOIN_SECONDS,
-    LOAD_SECONDS,
-    WorkerStart,
-    run_under_torchrun,
-    share_threads,
-    time_limit,
-)
+from bateleur.runner.workers import follower
+from bateleur.runner.workers.follower import GRACE_SECONDS, JOIN_SECONDS, LOAD_SECONDS, WorkerStart
 
 
 def _start(size: int) -> list[RankProcess]:
@@ -57,16 +48,16 @@ class Leader:
         self._process, self._closed = os.getpid(), False
         self._interrupts, self._threads = DeferredInterrupts(), torch.get_num_threads()
         self._group: ProcessGroup | None = None
-        start = partial(_start, size) if rendezvous is None else rendezvous.accept
-        self._monitor = RankMonitor(start, self._abort_collectives)
+        accept = partial(_start, size) if rendezvous is None else rendezvous.accept
+        self._monitor = RankMonitor(accept, lambda: None if self._group is None else self._group.abort())
         try:
             self._monitor.begin(LOAD_SECONDS)
             ranks = Ranks(0, size, local=(0, size)) if rendezvous is None else rendezvous.ranks
             self._store = self._send_start(config, size) if rendezvous is None else rendezvous.store
-            self._monitor.wait_started()
+            self._monitor.wait(StartPhase.STARTED)
             device = device_of(config, ranks)
             if rendezvous is None:  # else torchrun has set them
-                share_threads(device, self._threads, size)
+                follower.share_threads(device, self._threads, size)
             self._group = ProcessGroup(self._store, ranks, device, LOAD_SECONDS)
             self.ranks = self._group.ranks
         except BaseException as error:
@@ -82,46 +73,44 @@ class Leader:
         return store
 
     @classmethod
-    def of(cls, config: EngineConfig) -> Leader | None:
+    def of(cls, config: EngineConfig) -> Self | None:
         """Start the ranks of a configuration; None for one rank.
 
         In a process that torchrun has started as another rank, it runs that rank to its end and raises SystemExit.
-
-        Raises ValueError, before a rank is started, for a model that cannot be divided among the ranks, for more ranks
+        Raises ValueError, before a rank is started, for models that cannot be divided among the ranks, for more ranks
         than GPUs, and for options that cannot be sent to another process.
         """
-        size, option = config.parallel.num_ranks, config.parallel.size_name
+        size, model = config.parallel.num_ranks, config.model
         if size == 1:
             return None
-        folder = config.model.model
-        share = shard_model if config.parallel.data_parallel_size == 1 else shard_experts
-        checkpoint = open_checkpoint(
-            folder or shipped_model(), config.model.hf_overrides, dequantize=config.model.dequantizes
-        )
+        data_parallel = config.parallel.data_parallel_size > 1
+        option = f"{'data' if data_parallel else 'tensor'}_parallel_size"
+        share = shard_experts if data_parallel else shard_model
+        checkpoint = open_checkpoint(model.model or shipped_model(), model.hf_overrides, dequantize=model.dequantizes)
         share(checkpoint.spec, Ranks(0, size, "none"))
-        device = resolve_device(config.model.device)
+        device = resolve_device(model.device)
         rendezvous = TorchrunRendezvous.join(JOIN_SECONDS)
         here = size if rendezvous is None else rendezvous.ranks.local[1]
         if device.type == "cuda" and (device.index is not None or torch.cuda.device_count() < here):
             rule = f"auto or cuda with {option} = {size}, on a machine with {here} GPUs"
-            refuse("device", config.model.device, f"{rule}; this one has {torch.cuda.device_count()}")
-        _check_drafts(config.speculative, f"{option} = {size}")
+            refuse("device", model.device, f"{rule}; this one has {torch.cuda.device_count()}")
+        if hasattr(config.speculative.drafter, "speculator"):
+            refuse("drafter", config.speculative.drafter, f"no head with {option} = {size}: say its folder as draft")
         if rendezvous is None:
-            _check_portable(config)
+            for name in ("drafter", "draft_policy"):
+                try:
+                    pickle.dumps(value := getattr(config.speculative, name))
+                except Exception as error:
+                    refuse(name, value, f"something that pickle can send to other ranks: {error}")
         elif rendezvous.ranks.size != size:
-            rule = f"1 or {rendezvous.ranks.size}, which torchrun has started"
-            refuse(option, size, rule)
+            refuse(option, size, f"1 or {rendezvous.ranks.size}, which torchrun has started")
         elif rendezvous.ranks.rank:
-            run_under_torchrun(config, rendezvous)
+            follower.run_under_torchrun(config, rendezvous)
         return cls(config, rendezvous)
-
-    def _abort_collectives(self) -> None:
-        if self._group is not None:
-            self._group.abort()
 
     def begin(self) -> None:
         """Wait until all other ranks have loaded the model; called when this rank has. Raises RankFailed."""
-        self._monitor.wait_ready()
+        self._monitor.wait(StartPhase.READY)
         self._monitor.end()
         if self._group is not None:
             self._group.limit(self._limit + 2 * GRACE_SECONDS)
@@ -130,21 +119,20 @@ class Leader:
         """Set the function that the monitor calls when a rank has failed, see `RankMonitor.on_fault`."""
         self._monitor.on_fault = callback
 
-    def send(self, message: Message) -> Leader:
+    def send(self, message: Message) -> Self:
         """Send a message to all ranks. Returns a context in which this rank applies it, see `SendMessage`.
 
-        Raises EngineDead, also for an error inside the context. Raises ValueError, before anything is sent, for a
-        message that cannot be pickled.
+        Raises EngineDead, also for an error inside the context, and ValueError for a message that cannot be pickled.
         """
-        return self._send(time_limit(message, self._limit), [_pickle(message)] * self.ranks.size)
+        return self._send(follower.time_limit(message, self._limit), [_pickle(message)] * self.ranks.size)
 
-    def send_each(self, messages: Sequence[Message]) -> Leader:
+    def send_each(self, messages: Sequence[Message]) -> Self:
         """Send each rank its own message, by rank. Returns a context in which this rank applies its own."""
         return self._send(self._limit, [_pickle(each) for each in messages])
 
-    def _send(self, limit: float, messages: Sequence[bytes]) -> Leader:
-        if self._monitor.fault is not None or self._closed:
-            raise self._dead()
+    def _send(self, limit: float, messages: Sequence[bytes]) -> Self:
+        if (fault := self._monitor.fault) is not None or self._closed:
+            raise EngineDead("it was closed") if fault is None else fault.copy()
         self._interrupts.hold()
         self._monitor.begin(limit)
         try:
@@ -170,11 +158,6 @@ class Leader:
         if error is not None:
             self._fail(error)
         self._interrupts.release()
-
-    def _dead(self) -> EngineDead:
-        """Return the error for calls after a failure or `close`."""
-        fault = self._monitor.fault
-        return EngineDead("it was closed") if fault is None else fault.copy()
 
     def _fail(self, error: BaseException) -> NoReturn:
         """End all ranks. Raise the failure of another rank if there is one, else RankFailed for this rank."""
@@ -213,30 +196,15 @@ def _pickle(message: Message) -> bytes:
     except Exception as error:
         groups = message.groups if isinstance(message, AddRequests) else ()
         asked = ", ".join(shown(group.request_id) for group in groups)
-        what = f"request_id is {asked}; it and its params" if asked else f"{type(message).__name__}"
+        what = f"request_id is {asked}; it and its params" if asked else type(message).__name__
         raise ValueError(f"{what} must be what pickle can send to other ranks: {error}") from error
-
-
-def _check_drafts(config: SpeculativeConfig, size: str) -> None:
-    if hasattr(config.drafter, "speculator"):
-        rule = f"no head with {size}: say its folder as draft"
-        refuse("drafter", config.drafter, rule)
-
-
-def _check_portable(config: EngineConfig) -> None:
-    for name in ("drafter", "draft_policy"):
-        value = getattr(config.speculative, name)
-        try:
-            pickle.dumps(value)
-        except Exception as error:
-            refuse(name, value, f"something that pickle can send to other ranks: {error}")
 
 
 class DeferredInterrupts:
     """Delays SIGINT from `hold` to `release`, in the main thread. A second Ctrl-C is not delayed."""
 
     def __init__(self) -> None:
-        self._before: Any = None
+        self._before: Callable[[int, FrameType | None], object] | None = None
         self._pending = False
 
     def hold(self) -> None:
