@@ -45,7 +45,7 @@ class ExpertParallel:
 
 
 class DataParallelSync:
-    """Chooses one CUDA graph for all ranks, or the number of tokens that each is padded to; a `DispatchCoordinator`.
+    """Chooses one CUDA graph for all ranks, or without a graph the number of tokens that each rank is padded to.
 
     Each call is one collective, for which the host waits.
     """
@@ -57,10 +57,6 @@ class DataParallelSync:
         self._exchange, self._plan, self._codec = exchange, plan, RankStepCodec(plan)
         everywhere = frozenset(ready)
         self._ready = None if everywhere.issuperset(plan.keys) else everywhere
-
-    def coordinate(self, own_step: RankStep) -> JointDispatch:
-        """Exchange the batch sizes of all ranks, and choose one graph or padded size for all of them."""
-        return self.dispatch(own_step.batch)
 
     def dispatch(self, batch: UnpaddedBatch | None) -> JointDispatch:
         """Return the dispatch decision of all ranks. batch: this rank's batch; None for a rank without work."""
