@@ -35,8 +35,11 @@ def _kinds_of_tiles(q: Tensor, k_cache: Tensor, max_query_len: int) -> list[Any]
     """What the kernels of an attention call are compiled for, as far as it depends on the batch."""
     lanes, group = q.shape[2], q.shape[1] // k_cache.shape[2]
     launches = _launch_config.launches_of(max_query_len, group)
-    return [(lanes, group, _launch_config.tile_options(each[2], lanes, q.dtype, 1 << 20)["BLOCK_M"])
-            for each in launches]  # fmt: skip
+    tiles = [
+        _launch_config.tile_options(lines, lanes, q.dtype, 1 << 20, long_queries=least > 1)
+        for least, _, lines in launches
+    ]
+    return [(lanes, group, each["BLOCK_M"], each["BLOCK_N"]) for each in tiles]
 
 
 @pytest.mark.parametrize("mode", ["NONE", "FULL_DECODE_ONLY"])

@@ -134,6 +134,17 @@ def test_which_launches_a_batch_takes() -> None:
     ], "decodes apart from prompts"
 
 
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("group", [1, 8, 16])
+def test_drafts_take_as_many_keys_an_iteration_as_a_decode(group: int, head_dim: int) -> None:
+    """However many lines they fill: the keys of an iteration are the order of a token's sums."""
+    cache = torch.empty(2, 16, 2, head_dim, dtype=torch.bfloat16)
+    keys = {}
+    for length in (1, 5, MAX_SHORT_QUERY_LEN, MAX_SHORT_QUERY_LEN + 1):
+        keys[length] = work_shape(2 * group, cache, 3, 3 * length, length, 0).launches[0].options["BLOCK_N"]
+    assert len(set(keys.values())) == 1, keys
+
+
 @pytest.mark.parametrize("max_query_len", [1, 5, 40])
 @pytest.mark.parametrize("window", [None, 7])
 def test_a_list_is_made_once_for_the_layers_of_a_kind(mixed: Any, max_query_len: int, window: int | None) -> None:

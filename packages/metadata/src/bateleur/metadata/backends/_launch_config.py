@@ -99,21 +99,29 @@ def power_of_two(size: int) -> int:
 
 
 def tile_options(
-    tile_rows: int, head_dim: int, dtype: torch.dtype, shared_bytes: int, converts: bool = False
+    tile_rows: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    shared_bytes: int,
+    converts: bool = False,
+    long_queries: bool = False,
 ) -> dict[str, Any]:
     """Tile sizes and launch options for tiles of about ``tile_rows`` lines, at most 128 (two warp groups).
 
     float32 has no tensor cores of its precision, so its loop iterations are small. If a kernel ``converts`` keys of
     another dtype, fewer registers are left to fetch keys ahead: one pipeline stage less above head dimension 128, none
     in float32. Queries of 128 lines with head dimension 256 take 64 KiB, too much for a device with ``shared_bytes``
-    below 112 KiB. With 200 KiB, 128 lines of up to 128 dimensions take twice as many keys in an iteration, which
-    rescales the sums half as often. Larger ones would spill registers.
+    below 112 KiB.
+
+    ``long_queries``: all requests have more than MAX_SHORT_QUERY_LEN tokens. With 200 KiB, up to 128 dimensions then
+    take twice as many keys in an iteration, which rescales the sums half as often; larger ones would spill registers.
+    Short queries keep the N of a decode, so that a draft adds its keys in the same order as a decoded token.
     """
     block_d = max(16, power_of_two(head_dim))
     full = dtype == torch.float32
     most = 32 if full else 64 if head_dim > 128 and shared_bytes < 112 << 10 else 128
     block_m = min(max(16, power_of_two(tile_rows)), most)
-    wide = block_m == 128 and block_d <= 128 and not converts and shared_bytes >= 200 << 10
+    wide = long_queries and block_d <= 128 and not converts and shared_bytes >= 200 << 10
     keys = 16384 if wide else 8192  # times block_d
     stages = 2 if full or (converts and block_d > 128) else 3
     return {
@@ -174,7 +182,8 @@ def _work_shape(
     launches: list[Launch] = []
     first_item = first_line = tile_lines = 0
     for least, most, tile_rows in launches_of(max_query_len, group):
-        options = tile_options(tile_rows, head_dim, dtype, shared_bytes, dtype != kv_dtype)
+        long_queries = least > MAX_SHORT_QUERY_LEN
+        options = tile_options(tile_rows, head_dim, dtype, shared_bytes, dtype != kv_dtype, long_queries)
         block_m = options["BLOCK_M"]
         rows = min(num_rows, num_tokens // least)
         lines = (most or max_query_len) * group  # of a row, at most
