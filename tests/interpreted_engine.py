@@ -105,8 +105,9 @@ def by_triton(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], Counter[
         operators |= {name: getattr(attention, form) for name, form in ATTENTION.items()}
         for name, kernel in operators.items():
             library.impl(name, counted(name, kernel), "CPU", allow_override=True)
-        for name in LAYERS:  # a CPU calls these without the dispatcher
-            monkeypatch.setitem(LAYERS, name, Implementations(counted(name, operators[name])))
+        for registry in (FORMS, LAYERS):  # a CPU calls these without the dispatcher
+            for name in registry:
+                monkeypatch.setitem(registry, name, Implementations(counted(name, operators[name])))
         monkeypatch.setattr(TritonBackend, "unsupported_reason", lambda *_, **__: None)
 
         for name in PLANNERS:

@@ -105,10 +105,12 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Iterator[Seen]:
     library._destroy()
 
 
-def test_scans_of_prompts_are_launched_before_the_first_prompt(tiny: Callable[..., Path]) -> None:
+def test_scans_of_prompts_are_launched_before_the_first_prompt(
+    tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Also if no graph holds them: their kernels do not depend on the prompts' lengths."""
     launched: list[set[str]] = [set(), set()]
-    library, now = Library("bateleur", "IMPL"), 0
+    now = 0
 
     def noting(name: str, form: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any) -> Any:
@@ -118,13 +120,12 @@ def test_scans_of_prompts_are_launched_before_the_first_prompt(tiny: Callable[..
         return call
 
     for name, forms in SCANS.items():
-        library.impl(name, noting(name, forms.torch), "CPU", allow_override=True)
+        monkeypatch.setitem(MAMBA, name, Implementations(noting(name, forms.torch)))
     options = {"cudagraph_mode": "FULL_DECODE_ONLY", "attention_backend": "auto"}
     llm = LLM(tiny("nemotron_h"), **OPTIONS | options)
     now = 1
     prompt = {"prompt_token_ids": list(range(3, 26))}
     llm.generate(prompt, SamplingParams(max_tokens=2, temperature=0, ignore_eos=True))
-    library._destroy()
     assert launched == [{"causal_conv1d_varlen", "ssd_scan_varlen"}] * 2
 
 

@@ -123,7 +123,6 @@ def test_every_form_has_the_signature_of_its_schema(name):
     schema = [a.name for a in getattr(torch.ops.bateleur, name).default._schema.arguments]
     assert schema == list(inspect.signature(FORMS[name].torch).parameters)
     assert schema == list(inspect.signature(getattr(reference, name)).parameters)
-    assert getattr(ops, name) is getattr(torch.ops.bateleur, name).default
     assert name in ops.__all__
 
 

@@ -7,16 +7,15 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
-from torch.library import Library
 
 from bateleur.mamba import GatedDelta, KimiDelta, Recurrence, ShortConv
 from bateleur.mamba.conformance import check_recurrence
 from bateleur.mamba.ops import FORMS
-from bateleur.metadata.dispatch import load
+from bateleur.metadata.dispatch import Implementations, load
 from one_token import one_token
 
 pytest.importorskip("triton", reason="triton is not installed")
@@ -27,9 +26,9 @@ SPECS = [GatedDelta(1, 2, 5, 3, conv_width=2, **F32), KimiDelta(2, 5, 3, **F32),
 
 
 @pytest.fixture
-def by_triton() -> Iterator[Counter[str]]:
+def by_triton(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """Replace the torch forms by the kernels, and count their calls."""
-    library, calls = Library("bateleur", "IMPL"), Counter[str]()
+    calls = Counter[str]()
 
     def counted(name: str) -> Callable[..., object]:
         kernel = load(FORMS[name].triton or "")
@@ -41,9 +40,8 @@ def by_triton() -> Iterator[Counter[str]]:
         return call
 
     for name in FORMS:
-        library.impl(name, counted(name), "CPU", allow_override=True)
-    yield calls
-    library._destroy()
+        monkeypatch.setitem(FORMS, name, Implementations(counted(name)))
+    return calls
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="kernels run on a CPU in Triton's interpreter alone")

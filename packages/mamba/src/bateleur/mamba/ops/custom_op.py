@@ -2,12 +2,13 @@
 
 import inspect
 from collections.abc import Callable, Iterable
-from typing import Any, TypeVar
+from functools import wraps
+from typing import Any, TypeVar, cast
 
 from torch import Tensor
 from torch.library import Library
 
-from bateleur.metadata.dispatch import Implementations, define_op
+from bateleur.metadata.dispatch import Implementations, define_op, run_on_cpu, skip_dispatcher
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -39,6 +40,10 @@ def operator(
         def fake(*args: Any) -> Tensor | None:
             return None if position is None else args[position].new_empty(args[position].shape)
 
-        return define_op(_library, form, forms, mutates=mutates, fake=fake)
+        @wraps(form)
+        def on_cpu(*args: Any, **options: Any) -> Any:
+            return run_on_cpu(FORMS[name], *args, **options)
+
+        return skip_dispatcher(define_op(_library, form, forms, mutates=mutates, fake=fake), cast(F, on_cpu))
 
     return declare

@@ -136,7 +136,7 @@ def _fake_heads(kv_up: Tensor, shared: Tensor, heads: int, key_dim: int, head_di
     return k, v
 
 
-@operator("latent", _fake_heads, direct=True)
+@operator("latent", _fake_heads)
 def join_heads(kv_up: Tensor, shared: Tensor, heads: int, key_dim: int, head_dim: int) -> tuple[Tensor, Tensor]:
     """Return keys and values (T, H, D) for the KV cache.
 

@@ -93,7 +93,7 @@ _grouped_product = define_op(
 )
 
 
-@operator("quantized", lambda x, ends, parts, scheme: x.new_empty(x.shape[0], parts[0].shape[1]), direct=True)
+@operator("quantized", lambda x, ends, parts, scheme: x.new_empty(x.shape[0], parts[0].shape[1]))
 def quantized_grouped(x: Tensor, ends: Tensor, parts: Sequence[Tensor], scheme: str) -> Tensor:
     """Return `grouped_product` of x (S, K) and quantised matrices (E, N, K), given as to `quantized_linear`."""
     y_SN = x.new_zeros(x.shape[0], parts[0].shape[1])

@@ -56,12 +56,7 @@ def activate(gate_up: Tensor, spec: MlpLayer | ExpertsLayer) -> Tensor:
     return activation(gate_up, spec.intermediate_size, spec.activation, spec.gated)
 
 
-@operator(
-    "activation",
-    lambda gate_up, size, name, gated: gate_up.new_empty(gate_up.shape[0], size),
-    direct=True,
-    native="rows",
-)
+@operator("activation", lambda gate_up, size, name, gated: gate_up.new_empty(gate_up.shape[0], size), native="rows")
 def activation(gate_up: Tensor, size: int, name: str, gated: bool) -> Tensor:
     """Return `act(gate_up)` (T, size), or `act(gate) * up` of gate_up (T, 2 size). name: one of `Activation`."""
     inner_TF = gate_up[:, :size] if gated else gate_up
@@ -76,7 +71,7 @@ def activation(gate_up: Tensor, size: int, name: str, gated: bool) -> Tensor:
     return inner_TF.mul_(gate_up[:, size:]) if gated else inner_TF
 
 
-@operator("activation", lambda x, by, name: torch.empty_like(x, memory_format=torch.contiguous_format), direct=True)
+@operator("activation", lambda x, by, name: torch.empty_like(x, memory_format=torch.contiguous_format))
 def gate(x: Tensor, by: Tensor, name: str) -> Tensor:
     """Return `x * act(by)` (T, F) of x and by (T, F). name: "silu", or else "sigmoid"."""
     return (F.silu(by) if name == "silu" else by.sigmoid()).mul_(x)

@@ -22,12 +22,7 @@ def _fake_sum(
     return h.new_empty(h.shape, dtype=dtype)
 
 
-@operator(
-    "norm",
-    lambda x, weight, eps: torch.empty_like(x, memory_format=torch.contiguous_format),
-    direct=True,
-    native="rows",
-)
+@operator("norm", lambda x, weight, eps: torch.empty_like(x, memory_format=torch.contiguous_format), native="rows")
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Return `x / sqrt(mean(x^2) + eps) * weight` over the last dimension, with the mean in float32.
 
@@ -36,7 +31,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return _normed(x, weight, eps)
 
 
-@operator("norm", _fake_sum, mutates=("h",), direct=True, native="rows")
+@operator("norm", _fake_sum, mutates=("h",), native="rows")
 def add_rms_norm(
     h: Tensor, terms: Sequence[Tensor], factors: Sequence[float], weight: Tensor, eps: float, dtype: torch.dtype
 ) -> Tensor:

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable
 from functools import wraps
 from typing import Any, TypeVar, cast
 
-from torch import Tensor
 from torch.library import Library
 
 from bateleur.metadata import dispatch
@@ -23,18 +22,12 @@ _library = Library("bateleur", "FRAGMENT")
 
 
 def operator(
-    module: str,
-    fake: Callable[..., Any],
-    *,
-    mutates: Iterable[str] = (),
-    direct: bool = False,
-    native: str | None = None,
+    module: str, fake: Callable[..., Any], *, mutates: Iterable[str] = (), native: str | None = None
 ) -> Callable[[F], F]:
     """Define an operator from its torch form. The operator has the signature and docstring of the torch form.
 
     module: module of `kernels` with a function of the same name. fake: computes the shapes of results. mutates: names
-    of arguments that are written to. direct: call the form on a CPU without torch's dispatcher, which takes 1.4 us.
-    native: module of `native` with a function of the same name, if there is a C kernel.
+    of arguments that are written to. native: module of `native` with the C kernel; None if there is none.
     """
 
     def declare(form: F) -> F:
@@ -44,11 +37,9 @@ def operator(
         dispatched = dispatch.define_op(_library, form, found, mutates=mutates, fake=fake)
 
         @wraps(form)
-        def call(first: Tensor, *rest: Any) -> Any:
-            if first.is_cpu and not dispatch.is_recording():
-                return dispatch.run_on_cpu(FORMS[name], first, *rest)
-            return dispatched(first, *rest)
+        def on_cpu(*args: Any) -> Any:
+            return dispatch.run_on_cpu(FORMS[name], *args)
 
-        return cast(F, call) if direct else dispatched
+        return dispatch.skip_dispatcher(dispatched, cast(F, on_cpu))
 
     return declare

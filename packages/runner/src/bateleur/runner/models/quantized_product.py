@@ -14,7 +14,7 @@ _TILE = 1 << 20
 """Weights that are dequantised at once: 4 MB in float32, which stay in a processor's cache."""
 
 
-@operator("quantized", lambda x, parts, scheme, bias: x.new_empty(x.shape[0], parts[0].shape[0]), direct=True)
+@operator("quantized", lambda x, parts, scheme, bias: x.new_empty(x.shape[0], parts[0].shape[0]))
 def quantized_linear(x: Tensor, parts: Sequence[Tensor], scheme: str, bias: Tensor | None) -> Tensor:
     """Return `x W^T + b` (T, N) in x's dtype, for x (T, K), a quantised W (N, K) and b (N,).
 

@@ -36,7 +36,7 @@ def _fake_route(logits: Tensor, correction: Tensor | None, top_k: int, *_: objec
     return logits.new_empty(shape), logits.new_empty(shape, dtype=torch.int64)
 
 
-@operator("router", _fake_route, direct=True)
+@operator("router", _fake_route)
 def route_tokens(
     logits: Tensor,
     correction: Tensor | None,
@@ -83,7 +83,7 @@ def _fake_sort(experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tenso
     return experts.new_empty(size), experts.new_empty(size), experts.new_empty(num_experts, dtype=torch.int32)
 
 
-@operator("router", _fake_sort, direct=True)
+@operator("router", _fake_sort)
 def sort_places(experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
     """Sort (token, expert) pairs by expert, on the device, so that the host need not know the numbers per expert.
 
@@ -98,7 +98,7 @@ def sort_places(experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tens
     return order_S // experts.shape[1], sorted_index_S, expert_ends_E
 
 
-@operator("router", lambda y, index, weights, *_: y.new_empty(weights.shape[0], y.shape[1]), direct=True)
+@operator("router", lambda y, index, weights, *_: y.new_empty(weights.shape[0], y.shape[1]))
 def combine(y: Tensor, sorted_index: Tensor, weights: Tensor, shared: Tensor | None, gate: Tensor | None) -> Tensor:
     """Return `sum_k weights[t, k] * y[sorted_index[t * K + k]] (+ shared[t] (* sigmoid(gate[t])))` (T, L) in y's dtype.
 
