@@ -26,7 +26,7 @@ def write_kv(
     """
     heads, size = q.shape[1:]
     _torch_ops.check_slots(k, v, slot_mapping)
-    fits = all(_by_heads(each) for each in (q, k, v)) and q.dtype == k.dtype and _stored(q, k_cache, v_cache)
+    fits = all(map(_by_heads, (q, k, v))) and q.dtype == k.dtype and _stored(q, k_cache, v_cache)
     fits = fits and slot_mapping.dtype == torch.int64 and k.shape[1:] == k_cache.shape[2:]
     if cos is not None and sin is not None:
         fits = fits and cos.dtype == q.dtype and cos.stride(2) == 1 and cos.stride() == sin.stride()
@@ -54,10 +54,9 @@ def paged_attention(
     """
     _torch_ops.check_sizes(q, k_cache, block_table, seq_lens, num_decodes, max_seq_len, sinks)
     rows, sizes = seq_lens.shape[0], (max_query_len, max_seq_len, scale, sliding_window)
-    integers = (each.dtype == torch.int32 for each in (block_table, seq_lens, query_start_loc))
     # Other dtypes and layouts go to torch. C would read past their end.
-    fits = all(integers) and _stored(q, k_cache, v_cache) and q.shape[2] == k_cache.shape[3]
-    fits = fits and _scales_fit(kv_scales, k_cache)
+    fits = block_table.dtype == seq_lens.dtype == query_start_loc.dtype == torch.int32
+    fits = fits and _stored(q, k_cache, v_cache) and q.shape[2] == k_cache.shape[3] and _scales_fit(kv_scales, k_cache)
     if not (fits and block_table.stride(1) == 1 and _dense(k_cache, v_cache, seq_lens, query_start_loc)):
         rest = block_table, seq_lens, query_start_loc, num_decodes
         return _torch_ops.paged_attention(q, k_cache, v_cache, *rest, *sizes, work, sinks, kv_scales)
@@ -93,7 +92,7 @@ def _scales_fit(kv_scales: Tensor | None, k_cache: Tensor) -> bool:
 
 
 def _dense(*tensors: Tensor) -> bool:
-    return all(each.is_contiguous() for each in tensors)
+    return all(map(Tensor.is_contiguous, tensors))
 
 
 def _pointers(*tensors: Tensor | None) -> list[int]:

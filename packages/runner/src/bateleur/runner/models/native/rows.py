@@ -27,9 +27,9 @@ def add_rms_norm(
     h: Tensor, terms: Sequence[Tensor], factors: Sequence[float], weight: Tensor, eps: float, dtype: torch.dtype
 ) -> Tensor | Unsupported:
     """Do `models.norm.add_rms_norm` by a C kernel, for terms of one dtype, and float32 or bfloat16 with dense rows."""
-    if dtype not in _FLOATS or not all(_takes(each) and each.dtype == terms[0].dtype for each in terms):
+    if dtype not in _FLOATS or h.dim() != 2 or not all(map(_takes, (h, weight, *terms))):
         return UNSUPPORTED
-    if not (_takes(h) and _takes(weight) and h.dim() == 2 and len(terms) <= 2):
+    if len(terms) > 2 or len({each.dtype for each in terms}) > 1:
         return UNSUPPORTED
     (tokens, size), none = h.shape, (None, 0, 0.0)
     y = torch.empty(tokens, size, dtype=dtype)
