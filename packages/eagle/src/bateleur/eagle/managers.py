@@ -75,10 +75,10 @@ class PrefillEagleCudaGraphManager(CudaGraphManager[DraftState, Tensor]):
 
 @dataclass(frozen=True, slots=True)
 class DraftStateProducer:
-    """Stages steps of the target for draft passes: makes a `DraftState` of each captured state of the target.
+    """Fills the input buffers of draft passes from those of a target step, so that both run in CUDA graphs.
 
-    adopt: stages the drafter's buffers for a captured state of the target, with random contents if there is a seed, and
-        returns the state of the first pass. own: the drafter's buffers.
+    target_states: inputs of the target's graphs. adopt: function that fills the drafter's own buffers for such inputs,
+        with random values if a seed is given, and returns the inputs of the first draft pass. own: those buffers.
     """
 
     target_states: CapturedStateProducer[Any]

@@ -231,7 +231,10 @@ class AdapterManager:
         self._drop_unused()
 
     def recount(self, requests: Iterable[tuple[str, bool]]) -> None:
-        """Recount the requests of each adapter after an interruption. requests: adapter, and whether it has a slot."""
+        """Recount the requests of each adapter after an interrupted step.
+
+        requests: for each request its adapter, and whether the request runs, so that its adapter must stay in a slot.
+        """
         counts = Counter(requests)
         for name, each in self._loaded.items():
             each.num_holders = counts[name, True]

@@ -62,7 +62,10 @@ def _bytes(value: Any) -> bytes:
 
 
 def _keys(head: bytes, parts: Iterable[bytes]) -> Iterator[bytes]:
-    """Yield hashes of prefixes of the concatenated parts. Every hash covers `head`, which has none of its own."""
+    """Yield hashes of prefixes of the concatenated parts, each after `head`.
+
+    Prefixes end at lengths that grow by an eighth each, and after each of the first parts (messages).
+    """
     state, last_key = hashlib.blake2b(head, digest_size=16, person=b"prefix"), 0
     length, end = 0, SHORTEST
     for number, part in enumerate(parts):

@@ -278,7 +278,10 @@ def fold_kernel(
 def delta_fold_ring(
     state, conv_state, request_conv, ring_k, ring_u, ring_g, ring_row, ring_start, count, src, dst, page_offset,
 ):  # fmt: skip
-    """Update saved states with ring entries in one launch. No request may write a state slot that another reads."""
+    """`ops.delta_fold_ring`, which describes the arguments, in one Triton launch.
+
+    No request may write a state slot that another one reads.
+    """
     require_dense(1, conv_state=conv_state, request_conv=request_conv)
     require_dense(3, state=state, ring_k=ring_k, ring_u=ring_u)
     require_dense(ring_g.dim() - 2, ring_g=ring_g)
