@@ -14,7 +14,8 @@ Conventions:
 - A row may write the slot that it reads. No row may write a slot that another row reads or writes, except slot 0.
 - Operators compute in float32 (float64 for float64 inputs). Outputs have the dtype of x.
 - x, dt, z, B and C may be strided views, such as parts of a projection.
-- No operator synchronizes with the device or loops over requests on the host, except the torch forms for prefills.
+- No operator synchronizes with the device or loops over requests on the host, except the torch forms for prefills, and
+  those of the delta rules on a CPU.
 """
 
 from bateleur.mamba.ops.conv import causal_conv1d_update, causal_conv1d_varlen

@@ -18,7 +18,9 @@ from torch import Tensor
 
 from bateleur.mamba.ops.custom_op import operator
 from bateleur.mamba.ops.slots import (
+    all_rows_full,
     append_to_rings,
+    by_row,
     compute_dtype,
     decays_after,
     load_slots,
@@ -28,6 +30,7 @@ from bateleur.mamba.ops.slots import (
     rows_with_slot,
     scan_tiles,
     store_slots,
+    to_rows,
     unpad,
 )
 from bateleur.mamba.ops.states import copy_windows
@@ -54,10 +57,11 @@ def gates(
 def _inputs(
     q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, A: Tensor, dt_bias: Tensor, beta_scale: float
 ) -> tuple[Tensor, ...]:
-    """Return normalized q and k (T, H, Dk), v, g and beta, in the dtype to compute in; q is scaled by Dk ** -0.5."""
-    dtype, heads = compute_dtype(v), v.shape[1]
-    q, k = unit(q.to(dtype), heads) * q.shape[2] ** -0.5, unit(k.to(dtype), heads)
-    return q, k, v.to(dtype), *gates(a, b, A, dt_bias, beta_scale, dtype)
+    """Return normalized k and q (T, H, 2, Dk), v, g and beta, in the dtype to compute in; q is scaled by Dk ** -0.5."""
+    dtype = compute_dtype(v)
+    kq = unit(torch.stack((k, q), 1).to(dtype), v.shape[1])
+    kq[:, 1].mul_(q.shape[2] ** -0.5)
+    return kq.transpose(1, 2), v.to(dtype), *gates(a, b, A, dt_bias, beta_scale, dtype)
 
 
 @operator(mutates=("state",), like="v", triton="delta_scan")
@@ -89,7 +93,7 @@ def delta_scan_varlen(
     return o
 
 
-def _run_tile(state: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
+def _run_tile(state: Tensor, kq: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
     """Return the outputs (H, Q, Dv) of Q tokens, and update `state` (H, Dv, Dk). Inputs are (H, Q, ...).
 
     The corrected values are the solution of a unit lower triangular system (the WY form: Bischof and Van Loan, 1987;
@@ -99,13 +103,22 @@ def _run_tile(state: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: T
     o_i = S (e^{c_i} q_i) + sum_{j<=i} (e^{c_i - c_j} q_i . k_j) u_j
     """
     total = g.cumsum(1)
-    fade, last, keys = total.exp(), total[:, -1:], pair_decays(total) * k.unsqueeze(1)  # (H, Q, Q, Dk): k_j seen by i
-    of_queries, of_keys = ((keys @ x.unsqueeze(3)).squeeze(3) for x in (q, k))
+    (k, q), (of_keys, of_queries) = kq.unbind(2), _scores(kq, total).unbind(2)
+    fade, last = total.exp(), total[:, -1:]
     known = beta * (v - (k * fade) @ state.mT)
     u = torch.linalg.solve_triangular(beta * of_keys, known, upper=False, unitriangular=True)
     o: Tensor = (q * fade) @ state.mT + of_queries @ u
     state.mul_(last.exp()).add_(u.mT @ (k * (last - total).exp()))
     return o
+
+
+def _scores(kq: Tensor, total: Tensor) -> Tensor:
+    """Return the products of key and query i with key j, decayed from j to i, (..., i, 2, j); 0 if j is later."""
+    keys, decay = kq.select(-2, 0), pair_decays(total)
+    if total.shape[-1] > 1:
+        return kq @ (decay * keys.unsqueeze(-3)).mT
+    scores: Tensor = (kq.flatten(-3, -2) @ keys.mT).unflatten(-2, (-1, 2))
+    return scores * decay.mT
 
 
 @operator(mutates=("state",), like="v", triton="delta_rule")
@@ -125,34 +138,70 @@ def delta_state_update(
     if not (v.shape[0] and read.shape[0]):
         return torch.zeros_like(v)
     tokens, targets = pad_rows(query_start_loc, max_query_len, v.shape[0])
-    q, k, v_, g, beta = (each[tokens].transpose(1, 2) for each in _inputs(q, k, v, a, b, A, dt_bias, beta_scale))
-    states = load_slots(state, read, compute_dtype(v))
-    u, o = _corrected((states @ _probes(q, k, g).mT).mT, q, k, v_, g, beta)
+    full, inputs = all_rows_full(targets, v.shape[0]), _inputs(q, k, v, a, b, A, dt_bias, beta_scale)
+    kq, v_, g, beta = (to_rows(each, tokens, full).transpose(1, 2).contiguous() for each in inputs)
+    y = by_row(lambda *row: _apply(state, *row), read, _probes(kq, g))
+    u, o = _corrected(y, kq, v_, g, beta)
     slots = torch.where(targets < v.shape[0], write[:, :max_query_len], 0)
-    for t in range(max_query_len):  # a row that has ended computes with another token; its state is dropped
-        states.mul_(g[:, :, t, None].exp()).addcmul_(u[:, :, t, :, None], k[:, :, t, None])
-        store_slots(state, slots[:, t], states)
+    _update_states(state, read, slots, g.exp(), u, kq.select(3, 0))
     return unpad(o.transpose(1, 2), targets, v)
 
 
-def _probes(q: Tensor, k: Tensor, g: Tensor) -> Tensor:
-    """Return the keys, then the queries of M tokens, decayed from the start of the step, (R, H, 2 M, Dk)."""
-    fade = g.cumsum(2).exp_()
-    return torch.cat((k * fade, q * fade), 2)
+def _apply(state: Tensor, slot: Tensor, x: Tensor) -> Tensor:
+    """Multiply the states in slots (R,) with vectors x (R, H, N, Dk), (R, H, N, Dv); zeros for slot 0.
+
+    On a CPU, R is 1, and the state is not copied.
+    """
+    if slot.device.type != "cpu":
+        y = x @ state.index_select(0, slot).to(x.dtype).mT
+        return y.masked_fill_((slot == 0)[:, None, None, None], 0)
+    if not (at := int(slot)):
+        return x.new_zeros((*x.shape[:3], state.shape[2]))
+    own = state[at, None].to(x.dtype)
+    # Matrix times columns is twice as fast for one token if the state is not in the cache, and slower for more.
+    return (own @ x.mT).mT if x.shape[2] == 2 else x @ own.mT
 
 
-def _corrected(y: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
+def _update_states(state: Tensor, read: Tensor, write: Tensor, decay: Tensor, u: Tensor, k: Tensor) -> None:
+    """Write the state after each of M tokens to the slots `write` (R, M). The other inputs are (R, H, M, ...).
+
+    A row that has ended computes with another token; its state goes to slot 0.
+    """
+    decay, u, k = decay.unsqueeze(3), u.unsqueeze(4), k.unsqueeze(3)
+    if state.device.type != "cpu":
+        states = load_slots(state, read, u.dtype)
+        for t in range(write.shape[1]):
+            states.mul_(decay[:, :, t]).addcmul_(u[:, :, t], k[:, :, t])
+            store_slots(state, write[:, t], states)
+        return
+    # Row by row, so that a state stays in the cache, and in place, unless the state has another dtype.
+    for row, (src, slots) in enumerate(zip(read.tolist(), write.tolist(), strict=True)):
+        own = state[src].to(u.dtype) if src else u.new_zeros(state.shape[1:])
+        for t, dst in enumerate(slots):
+            own = torch.mul(own, decay[row, :, t], out=state[dst].to(u.dtype)).addcmul_(u[row, :, t], k[row, :, t])
+            state[dst] = own
+
+
+def _probes(kq: Tensor, g: Tensor) -> Tensor:
+    """Return the key and the query of each of M tokens, decayed from the start of the step, (R, H, 2 M, Dk)."""
+    return (kq * g.cumsum(2).exp_().unsqueeze(3)).flatten(2, 3)
+
+
+def _corrected(y: Tensor, kq: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
     """Return corrected values and outputs of M tokens per row, (R, H, M, Dv) each; y: the state times `_probes`.
 
-    Solved by forward substitution, so no token depends on a later one, even if that is NaN.
+    Solved by forward substitution, so no token depends on a later one, even if that is NaN. y is overwritten.
     """
-    keys = pair_decays(g.cumsum(2)) * k.unsqueeze(2)  # (R, H, M, M, Dk): k_j as seen by i
-    of_queries, of_keys = ((keys @ x.unsqueeze(4)).squeeze(4) for x in (q, k))
-    known, o = y.chunk(2, 2)
-    u = beta * (v - known)
+    u, o = y[:, :, ::2], y[:, :, 1::2]
+    torch.sub(v, u, out=u).mul_(beta)
+    if v.shape[2] == 1:
+        return u, o.addcmul_(torch.linalg.vecdot(*kq.unbind(3))[..., None], u)
+    scores = _scores(kq, g.cumsum(2))
+    scores.select(3, 0).mul_(-beta)
+    scores = scores.flatten(2, 3)
     for t in range(v.shape[2]):
-        o[:, :, t:].addcmul_(of_queries[:, :, t:, t, None], u[:, :, t, None])
-        u[:, :, t + 1 :].addcmul_(beta[:, :, t + 1 :] * of_keys[:, :, t + 1 :, t, None], u[:, :, t, None], value=-1)
+        after = slice(2 * t + 1, None)  # its own query, and all later tokens
+        y[:, :, after].addcmul_(scores[:, :, after, t, None], u[:, :, t, None])
     return u, o
 
 
@@ -182,15 +231,16 @@ def delta_replay_update(
         return torch.zeros_like(v)
     dtype, rings = compute_dtype(v), (ring_k, ring_u, ring_g)
     tokens, targets = pad_rows(query_start_loc, max_query_len, v.shape[0])
-    new_q, new_k, new_v, g, beta = (
-        each[tokens].transpose(1, 2) for each in _inputs(q, k, v, a, b, A, dt_bias, beta_scale)
-    )
-    old_k, old_u, under = _entries(rings, ring_row, ring_start, ring_len, dtype)
-    probes = _probes(new_q, new_k, g)
-    y = (state.index_select(0, slot).to(dtype) @ (probes * under).mT).mT
-    y = y.masked_fill((slot == 0)[:, None, None, None], 0) + (probes @ old_k.mT) @ old_u
-    u, o = _corrected(y, new_q, new_k, new_v, g, beta)
-    new = (k[tokens], u.transpose(1, 2), g.transpose(1, 2).reshape(*tokens.shape, *ring_g.shape[2:]))
+    full, inputs = all_rows_full(targets, v.shape[0]), _inputs(q, k, v, a, b, A, dt_bias, beta_scale)
+    kq, new_v, g, beta = (to_rows(each, tokens, full).transpose(1, 2).contiguous() for each in inputs)
+
+    def before(slot: Tensor, row: Tensor, start: Tensor, count: Tensor, probes: Tensor) -> Tensor:
+        old_k, old_u, under = _entries(rings, row, start, count, dtype)
+        return _apply(state, slot, probes * under).add_((probes @ old_k.mT) @ old_u)
+
+    y = by_row(before, slot, ring_row, ring_start, ring_len, _probes(kq, g))
+    u, o = _corrected(y, kq, new_v, g, beta)
+    new = (to_rows(k, tokens, full), u.transpose(1, 2), g.transpose(1, 2).reshape(*tokens.shape, *ring_g.shape[2:]))
     append_to_rings(rings, new, ring_row, ring_start + ring_len, targets < v.shape[0])
     return unpad(o.transpose(1, 2), targets, v)
 
@@ -200,7 +250,7 @@ def _entries(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return decayed keys (R, H, L, Dk) and values (R, H, L, Dv) of ring entries, and the decay of the saved state."""
     k, u, g = ring_entries(rings, row, start, count, dtype)
-    g = g.view(*u.shape[:3], -1)
+    g = g if g.dim() == 4 else g.unsqueeze(3)
     k = unit(k, u.shape[2]) * decays_after(g)
     return k.transpose(1, 2), u.transpose(1, 2), g.sum(1).exp_()[:, :, None]
 

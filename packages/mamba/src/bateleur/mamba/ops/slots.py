@@ -3,7 +3,7 @@
 Dropped writes go to state slot 0, which is set to zero before it is read.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -25,6 +25,13 @@ def store_slots(state: Tensor, write: Tensor, values: Tensor) -> None:
     state.index_copy_(0, write.long(), values.to(state.dtype))
 
 
+def by_row(function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+    """Call a function of inputs (R, ...); on a CPU row by row, so that the tensors of a row stay in the cache."""
+    if inputs[0].device.type != "cpu":
+        return function(*inputs)
+    return torch.cat([function(*row) for row in zip(*(each.split(1) for each in inputs), strict=True)])
+
+
 def rows_with_slot(dst: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
     """Return the entries of all tensors (R,) in rows whose slot `dst` is not 0; on a GPU all rows (no sync)."""
     return (dst, *others) if dst.device.type != "cpu" else tuple(each[dst != 0] for each in (dst, *others))
@@ -38,8 +45,20 @@ def pad_rows(query_start_loc: Tensor, max_query_len: int, num_tokens: int) -> tu
     return tokens.clamp(max=num_tokens - 1), torch.where(real, tokens, num_tokens)
 
 
+def all_rows_full(targets: Tensor, num_tokens: int) -> bool:
+    """Return whether every row has M tokens and no token is padding; False on a GPU (no sync)."""
+    return targets.device.type == "cpu" and targets.numel() == num_tokens > int(targets.max())
+
+
+def to_rows(x: Tensor, tokens: Tensor, full: bool) -> Tensor:
+    """Rearrange tokens (T, ...) to rows (R, M, ...) by their indices; a view if all rows are full."""
+    return x.unflatten(0, tokens.shape) if full else x[tokens]
+
+
 def unpad(y: Tensor, targets: Tensor, like: Tensor) -> Tensor:
     """Scatter `y` (R, M, ...) to the tokens `targets` (R, M) of zeros like `like` (T, ...); index T is dropped."""
+    if all_rows_full(targets, like.shape[0]):
+        return y.flatten(0, 1).to(like.dtype).contiguous()
     out = like.new_zeros((like.shape[0] + 1, *like.shape[1:]))
     return out.index_copy_(0, targets.flatten(), y.flatten(0, 1).to(like.dtype))[:-1]
 
@@ -48,9 +67,13 @@ def ring_entries(
     rings: Sequence[Tensor], row: Tensor, start: Tensor, count: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor, ...]:
     """Return the first `count` (R,) entries of the rings in rows `row`, oldest first, (R, L, ...); then zeros."""
-    entry = torch.arange(rings[0].shape[1], device=row.device)
-    place, missing = (start[:, None] + entry) % len(entry), entry >= count[:, None]
-    found = (ring[row[:, None], place].to(dtype) for ring in rings)
+    capacity = rings[0].shape[1]
+    longest = int(count.max()) if count.device.type == "cpu" else capacity
+    entry = torch.arange(longest, device=row.device)
+    place, missing = (start[:, None] + entry) % capacity + row[:, None] * capacity, entry >= count[:, None]
+    found = (ring.flatten(0, 1).index_select(0, place.flatten()).to(dtype).unflatten(0, place.shape) for ring in rings)
+    if count.device.type == "cpu" and not missing.any():
+        return tuple(found)
     return tuple(each.masked_fill_(missing.view(*missing.shape, *[1] * (each.dim() - 2)), 0) for each in found)
 
 
