@@ -16,6 +16,7 @@ from bateleur.mamba.ops.triton.tiles import (
     INDICES,
     LAUNCH,
     load_tile,
+    next_power_of_2,
     require_dense,
     silu,
     store_tile,
@@ -108,13 +109,13 @@ def causal_conv1d_update(
     require_dense(2, weight=weight)
     num_rows, (num_tokens, channels), width = read.shape[0], x.shape, weight.shape[1]
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    block_e = triton.next_power_of_2(max(1, width - 2 + max_query_len))
+    block_e = next_power_of_2(max(1, width - 2 + max_query_len))
     block_c = max(64, min(256, 2048 // block_e))
     conv_update_kernel[(cdiv(channels, block_c), num_rows + 1)](
         x, weight, weight if bias is None else bias, conv_state, query_start_loc, read, offset, write, y,
         num_rows, num_tokens, max_query_len, x.stride(0), *conv_state.stride()[:2],
         CHANNELS=channels, WIDTH=width, HAS_BIAS=bias is not None, SILU=is_silu(activation),
-        BLOCK_T=triton.next_power_of_2(max_query_len), BLOCK_E=block_e, BLOCK_C=block_c, **LAUNCH,
+        BLOCK_T=next_power_of_2(max_query_len), BLOCK_E=block_e, BLOCK_C=block_c, **LAUNCH,
     )  # fmt: skip
     return y
 
@@ -223,7 +224,7 @@ def causal_conv1d_varlen(
     num_rows, num_chunks = read.shape[0], chunk_row.shape[0]
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     kept = torch.empty((num_rows, width - 1, channels), dtype=conv_state.dtype, device=x.device)
-    options = LAUNCH | {"BLOCK_E": triton.next_power_of_2(max(1, width - 1)), "BLOCK_C": _BLOCK_C}
+    options = LAUNCH | {"BLOCK_E": next_power_of_2(max(1, width - 1)), "BLOCK_C": _BLOCK_C}
     columns = cdiv(channels, _BLOCK_C)
     conv_kernel[(num_rows + num_tokens // _BLOCK_T + num_rows + 1, columns)](
         x, weight, weight if bias is None else bias, conv_state, query_start_loc, read, kept, y,

@@ -20,7 +20,15 @@ import triton
 import triton.language as tl
 
 from bateleur.mamba.ops.triton.delta_rule import shape_options, to_unit
-from bateleur.mamba.ops.triton.tiles import LAUNCH, require_dense, sigmoid, softplus, unless_null, zero_tail
+from bateleur.mamba.ops.triton.tiles import (
+    LAUNCH,
+    next_power_of_2,
+    require_dense,
+    sigmoid,
+    softplus,
+    unless_null,
+    zero_tail,
+)
 from bateleur.metadata.dispatch import cdiv
 
 _LINE = 32  # key channels
@@ -194,9 +202,9 @@ def delta_replay_update(
     require_dense(ring_g.dim() - 1, ring_g=ring_g)
     num_rows, capacity, shape = slot.shape[0], ring_u.shape[1], shape_options(q, v, a)
     o = torch.empty(v.shape, dtype=v.dtype, device=v.device)
-    block_k, one_token = triton.next_power_of_2(shape["KEY_DIM"]), max_query_len == 1
+    block_k, one_token = next_power_of_2(shape["KEY_DIM"]), max_query_len == 1
     entries, line = _TILE_ENTRIES if one_token else _SEVERAL_TILE_ENTRIES, min(_LINE, block_k)
-    block_v = min(triton.next_power_of_2(shape["VALUE_DIM"]), max(1, entries // block_k))
+    block_v = min(next_power_of_2(shape["VALUE_DIM"]), max(1, entries // block_k))
     lines, decay_lines = (block_k // line, line), (1, 1) if shape["DECAYS"] == 1 else (block_k // line, line)
     replay_kernel[(shape["HEADS"] * cdiv(shape["VALUE_DIM"], block_v), num_rows + 1)](
         state, ring_k, ring_u, ring_g, q, k, v, a, b, A, dt_bias,
@@ -204,7 +212,7 @@ def delta_replay_update(
         num_rows, v.shape[0], max_query_len, beta_scale,
         state.stride(0), ring_k.stride(0), ring_u.stride(0), ring_g.stride(0),
         *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *a.stride()[:2], b.stride(0),
-        CAPACITY=capacity, ONE_TOKEN=one_token, BLOCK_J=triton.next_power_of_2(capacity), BLOCK_V=block_v,
+        CAPACITY=capacity, ONE_TOKEN=one_token, BLOCK_J=next_power_of_2(capacity), BLOCK_V=block_v,
         LINES=lines[0], LINE=lines[1], DECAY_LINES=decay_lines[0], DECAY_LINE=decay_lines[1],
         **shape, **LAUNCH | {"num_warps": 1},
     )  # fmt: skip

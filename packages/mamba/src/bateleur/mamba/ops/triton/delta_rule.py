@@ -21,6 +21,7 @@ from bateleur.mamba.ops.triton.tiles import (
     fold_options,
     keep_window,
     load_tile,
+    next_power_of_2,
     next_row,
     require_dense,
     rounded,
@@ -126,7 +127,7 @@ def shape_options(q: Tensor, v: Tensor, a: Tensor) -> dict[str, int]:
 
 def block_options(key_dim: int, decays: int, *, least: int = 16, most: int = 1 << 20) -> dict[str, Any]:
     """Return tile sizes of key channels, in [least, most], and of their decays; matrix products need at least 16."""
-    block_k = max(least, min(most, triton.next_power_of_2(key_dim)))
+    block_k = max(least, min(most, next_power_of_2(key_dim)))
     return {"BLOCK_K": block_k, "BLOCK_D": 1 if decays == 1 else block_k}
 
 
@@ -197,7 +198,7 @@ def delta_state_update(
     num_rows, shape = read.shape[0], shape_options(q, v, a)
     o = torch.empty(v.shape, dtype=v.dtype, device=v.device)
     blocks = block_options(shape["KEY_DIM"], shape["DECAYS"], least=1)
-    block_v = min(triton.next_power_of_2(shape["VALUE_DIM"]), max(1, _UPDATE_ENTRIES // blocks["BLOCK_K"]))
+    block_v = min(next_power_of_2(shape["VALUE_DIM"]), max(1, _UPDATE_ENTRIES // blocks["BLOCK_K"]))
     update_kernel[(shape["HEADS"] * cdiv(shape["VALUE_DIM"], block_v), num_rows + 1)](
         state, q, k, v, a, b, A, dt_bias, query_start_loc, read, write, o,
         num_rows, v.shape[0], min(max_query_len, write.shape[1]), beta_scale,

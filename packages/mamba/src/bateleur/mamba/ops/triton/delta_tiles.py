@@ -22,7 +22,15 @@ import triton.language as tl
 from torch import Tensor
 
 from bateleur.mamba.ops.triton.delta_rule import zero_tokens
-from bateleur.mamba.ops.triton.tiles import INDICES, LAUNCH, load_tile, state_tile, store_tile, unless_null
+from bateleur.mamba.ops.triton.tiles import (
+    INDICES,
+    LAUNCH,
+    load_tile,
+    next_power_of_2,
+    state_tile,
+    store_tile,
+    unless_null,
+)
 from bateleur.metadata.dispatch import cdiv
 
 TILE = 64
@@ -258,7 +266,7 @@ def scan_tiles(
 ):  # fmt: skip
     """Launch `join_kernel` and `walk_tiles_kernel`. ``total`` to ``scale`` are the results of `pairs_kernel`."""
     heads, value_dim, key_dim = (shape[name] for name in ("HEADS", "VALUE_DIM", "KEY_DIM"))
-    options = LAUNCH | {"TILE": TILE, "BLOCK_K": max(16, triton.next_power_of_2(key_dim))}
+    options = LAUNCH | {"TILE": TILE, "BLOCK_K": max(16, next_power_of_2(key_dim))}
     options |= {"INVERSE_PARTS": _INVERSE_PARTS, "QUERY_PARTS": _QUERY_PARTS}
     block_v = state_tile(value_dim, 32)
     num_tokens, num_chunks = v.shape[0], chunk_write.shape[0]

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 
 from bateleur.mamba.ops.gated_norm import require_gate
-from bateleur.mamba.ops.triton.tiles import LAUNCH, require_dense, silu
+from bateleur.mamba.ops.triton.tiles import LAUNCH, next_power_of_2, require_dense, silu
 
 
 @triton.jit
@@ -43,7 +43,7 @@ def gated_rms_norm(x, z, weight, groups, eps, norm_first=False, activation="silu
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if num_tokens:
         size = inner // groups
-        block = triton.next_power_of_2(size)
+        block = next_power_of_2(size)
         launch = LAUNCH | {"num_warps": max(1, min(8, block // 512))}
         norm_kernel[(num_tokens, groups)](
             x, z, weight, y, x.stride(0), z.stride(0), eps, GROUPS=groups, SIZE=size, NORM_FIRST=norm_first,

@@ -19,6 +19,7 @@ from bateleur.mamba.ops.triton.tiles import (
     fold_options,
     keep_window,
     load_tile,
+    next_power_of_2,
     next_row,
     precision,
     require_dense,
@@ -95,8 +96,8 @@ def selective_state_update(
     num_rows, (num_tokens, heads, head_dim) = read.shape[0], x.shape
     groups, state_size = B.shape[1:]
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    block_n = triton.next_power_of_2(state_size)
-    block_p = min(triton.next_power_of_2(head_dim), max(1, _UPDATE_ENTRIES // block_n))
+    block_n = next_power_of_2(state_size)
+    block_p = min(next_power_of_2(head_dim), max(1, _UPDATE_ENTRIES // block_n))
     update_kernel[(heads * cdiv(head_dim, block_p), num_rows + 1)](
         ssm_state, x, dt, A, B, C, D, dt_bias, query_start_loc, read, write, y,
         num_rows, num_tokens, min(max_query_len, write.shape[1]), dt_min, dt_max,
@@ -218,7 +219,7 @@ def replay_update(
     (groups, state_size), capacity = B.shape[1:], ring_dt.shape[1]
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     exact = x.dtype == torch.float32  # needs more registers: larger tiles or four warps would spill
-    block_n = max(16, triton.next_power_of_2(state_size))
+    block_n = max(16, next_power_of_2(state_size))
     block_p = state_tile(head_dim, max(16, _TILE_ENTRIES // block_n // (2 if exact else 1)))
     options = LAUNCH | {"PRECISION": precision(x.dtype), "num_warps": 8 if exact else 4}
     replay_kernel[(heads * cdiv(head_dim, block_p), num_rows + 1)](
@@ -228,7 +229,7 @@ def replay_update(
         ssm_state.stride(0), ring_x.stride(0), ring_dt.stride(0), ring_B.stride(0),
         *x.stride()[:2], dt.stride(0), *B.stride()[:2], *C.stride()[:2],
         HEADS=heads, GROUP=heads // groups, HEAD_DIM=head_dim, STATE=state_size, CAPACITY=capacity,
-        BLOCK_T=max(16, triton.next_power_of_2(max_query_len)), BLOCK_J=max(16, triton.next_power_of_2(capacity)),
+        BLOCK_T=max(16, next_power_of_2(max_query_len)), BLOCK_J=max(16, next_power_of_2(capacity)),
         BLOCK_P=block_p, BLOCK_N=block_n, **options,
     )  # fmt: skip
     return y
@@ -313,7 +314,7 @@ def fold_ring(
     layers, _, capacity, heads, head_dim = ring_x.shape
     groups, state_size = ring_B.shape[3:]
     keep, channels = conv_state.shape[2:]
-    block_n = max(16, triton.next_power_of_2(state_size))
+    block_n = max(16, next_power_of_2(state_size))
     entries = _TILE_ENTRIES // 2 if ring_x.dtype == torch.float32 else _TILE_ENTRIES
     block_p = state_tile(head_dim, max(16, entries // block_n))
     options = fold_options(capacity, keep, ring_x.dtype)

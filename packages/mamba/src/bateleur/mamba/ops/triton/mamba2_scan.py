@@ -17,6 +17,7 @@ from bateleur.mamba.ops.triton.tiles import (
     INDICES,
     LAUNCH,
     load_tile,
+    next_power_of_2,
     precision,
     require_dense,
     state_tile,
@@ -207,8 +208,8 @@ def ssd_scan_varlen(
         return torch.zeros(x.shape, dtype=x.dtype, device=x.device)
     # Tiles are small for float32, which has no tensor cores.
     full = x.dtype == torch.float32
-    block_n, block_p = (max(16, triton.next_power_of_2(each)) for each in (size, head_dim))
-    longest, own_p = max(16, triton.next_power_of_2(chunk_size)), state_tile(head_dim, 32 if full else 64)
+    block_n, block_p = max(16, next_power_of_2(size)), max(16, next_power_of_2(head_dim))
+    longest, own_p = max(16, next_power_of_2(chunk_size)), state_tile(head_dim, 32 if full else 64)
     block_m = min(longest, 16 if full else 64)
     # 32 keys for wide heads, so that two programs fit on a multiprocessor
     block_k = min(longest, 16 if full else 64 if block_p * block_n <= 8192 else 32)
@@ -221,7 +222,7 @@ def ssd_scan_varlen(
     entering = torch.empty(added.shape, dtype=x.dtype, device=x.device)
     steps_kernel[(num_chunks, cdiv(heads, 8))](
         dt, A, dt_bias, chunk_start_loc, step, total, num_tokens, dt.stride(0), dt_min, dt_max,
-        HEADS=heads, BLOCK_Q=triton.next_power_of_2(chunk_size), BLOCK_H=8, **LAUNCH,
+        HEADS=heads, BLOCK_Q=next_power_of_2(chunk_size), BLOCK_H=8, **LAUNCH,
     )  # fmt: skip
     adds_kernel[(heads * cdiv(head_dim, own_p), num_chunks)](
         x, B, step, total, chunk_start_loc, added, num_tokens, *x.stride()[:2], *B.stride()[:2],

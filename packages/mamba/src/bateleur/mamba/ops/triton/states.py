@@ -11,6 +11,7 @@ from bateleur.mamba.ops.triton.tiles import (
     LAUNCH,
     keep_window,
     load_tile,
+    next_power_of_2,
     next_row,
     require_dense,
     row_shares,
@@ -69,13 +70,13 @@ def copy_states(conv_state, ssm_state, conv_src, conv_bias, ssm_src, dst):
     if ssm_state is not None:
         require_dense(3, ssm_state=ssm_state)
         size, strides = ssm_state.shape[2:].numel(), ssm_state.stride()[:2]
-    block_s, block_c, num_rows = min(4096, triton.next_power_of_2(max(1, size))), 256, dst.shape[0]
+    block_s, block_c, num_rows = min(4096, next_power_of_2(max(1, size))), 256, dst.shape[0]
     of_state = min(_MOST_PROGRAMS, cdiv(size, block_s))
     parts = of_state + cdiv(channels, block_c)
     copy_kernel[(parts, row_shares(num_rows, parts * layers), layers)](
         conv_state, conv_state if ssm_state is None else ssm_state, conv_src, conv_bias, ssm_src, dst,
         *conv_state.stride()[:3], *strides, num_rows,
-        ENTRIES=entries, CHANNELS=channels, SIZE=size, PARTS=of_state, BLOCK_E=triton.next_power_of_2(entries),
+        ENTRIES=entries, CHANNELS=channels, SIZE=size, PARTS=of_state, BLOCK_E=next_power_of_2(entries),
         BLOCK_C=block_c, BLOCK_S=block_s, BLOCK_R=256, **LAUNCH,
     )  # fmt: skip
 
@@ -112,6 +113,6 @@ def fold_window(conv_state, request_conv, ring_row, dst, page_offset):
     tiles, num_rows = cdiv(channels, 512), dst.shape[0]
     window_kernel[(tiles, row_shares(num_rows, tiles * layers), layers)](
         conv_state, request_conv, ring_row, dst, page_offset, *conv_state.stride()[:3], *request_conv.stride()[:3],
-        num_rows, KEEP=keep, CHANNELS=channels, BLOCK_E=triton.next_power_of_2(keep), BLOCK_C=512, BLOCK_R=256,
+        num_rows, KEEP=keep, CHANNELS=channels, BLOCK_E=next_power_of_2(keep), BLOCK_C=512, BLOCK_R=256,
         **LAUNCH,
     )  # fmt: skip

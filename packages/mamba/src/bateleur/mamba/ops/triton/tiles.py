@@ -25,6 +25,11 @@ LAUNCH = {"num_warps": 4, "enable_fp_fusion": True}
 """Default launch options."""
 
 
+def next_power_of_2(size: int) -> int:
+    """Return the least power of two that is at least `size` >= 1. Triton's function takes five calls."""
+    return 1 << (size - 1).bit_length()
+
+
 @triton.jit
 def softplus(v):
     """Return log(1 + exp(v)) of a float32; NaN stays NaN."""
@@ -152,7 +157,7 @@ def precision(dtype: torch.dtype, *, state: bool = False) -> str:
 
 def state_tile(head_dim: int, entries: int) -> int:
     """Return a tile's channels: the largest power of two in [16, entries] that pads `head_dim` by at most a quarter."""
-    rows = max(16, min(entries, int(triton.next_power_of_2(head_dim))))
+    rows = max(16, min(entries, next_power_of_2(head_dim)))
     while rows > 16 and -(-head_dim // rows) * rows * 4 > head_dim * 5:
         rows //= 2
     return rows
@@ -162,9 +167,9 @@ def state_tile(head_dim: int, entries: int) -> int:
 def fold_options(capacity: int, keep: int, dtype: torch.dtype) -> dict[str, Any]:
     """Return options that all kernels of folds have, for rings of `capacity` and conv windows of `keep` entries."""
     return LAUNCH | {
-        "BLOCK_J": max(16, triton.next_power_of_2(capacity)),
+        "BLOCK_J": max(16, next_power_of_2(capacity)),
         "PRECISION": precision(dtype, state=True),
-        "BLOCK_E": triton.next_power_of_2(keep),
+        "BLOCK_E": next_power_of_2(keep),
         "BLOCK_C": 512,
         "BLOCK_R": 256,
     }
