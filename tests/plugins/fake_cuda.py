@@ -448,7 +448,8 @@ class FakeCuda:
             outputs: OutputProcessor, flight: StepInFlight, present: NDArray[np.bool_] | None
         ) -> EmittedTokens:
             arrays = self._invent(flight)
-            flight.fetched = SimpleNamespace(wait=lambda: arrays)  # type: ignore[assignment]
+            shapes = flight.fetched.shapes  # type: ignore[union-attr]
+            flight.fetched = SimpleNamespace(wait=lambda: arrays, shapes=shapes)  # type: ignore[assignment]
             return emit(outputs, flight, present)
 
         patch.setattr(OutputProcessor, "emit", emit_invented)

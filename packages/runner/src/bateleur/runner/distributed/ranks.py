@@ -136,6 +136,14 @@ for _options in (_SUM, _LARGEST, _GATHER, _SWAP):
     _options.asyncOp = False  # on the stream of the step, if there is one
 
 
+def _sum_of_ranks(x: Tensor, group: str) -> None:
+    _run(group, "allreduce", [x], _SUM)
+
+
+def _max_of_ranks(x: Tensor, group: str) -> None:
+    _run(group, "allreduce", [x], _LARGEST)
+
+
 def _every_of_ranks(x: Tensor, size: int, group: str) -> Tensor:
     every = x.new_empty(size, *x.shape)
     _run(group, "_allgather_base", every.view(-1), x.contiguous().view(-1), _GATHER)
@@ -150,8 +158,8 @@ def _swap_of_ranks(x: Tensor, group: str) -> Tensor:
 
 _library = torch.library.Library("bateleur", "FRAGMENT")
 for _name, _schema, _function in (
-    ("sum_of_ranks", "(Tensor(a!) x, str group) -> ()", lambda x, group: _run(group, "allreduce", [x], _SUM)),
-    ("max_of_ranks", "(Tensor(a!) x, str group) -> ()", lambda x, group: _run(group, "allreduce", [x], _LARGEST)),
+    ("sum_of_ranks", "(Tensor(a!) x, str group) -> ()", _sum_of_ranks),
+    ("max_of_ranks", "(Tensor(a!) x, str group) -> ()", _max_of_ranks),
     ("every_of_ranks", "(Tensor x, int size, str group) -> Tensor", _every_of_ranks),
     ("swap_of_ranks", "(Tensor x, str group) -> Tensor", _swap_of_ranks),
 ):
