@@ -68,7 +68,7 @@ def ring_entries(
 ) -> tuple[Tensor, ...]:
     """Return the first `count` (R,) entries of the rings in rows `row`, oldest first, (R, L, ...); then zeros."""
     capacity = rings[0].shape[1]
-    longest = int(count.max()) if count.device.type == "cpu" else capacity
+    longest = max(0, int(count.max())) if count.device.type == "cpu" else capacity
     entry = torch.arange(longest, device=row.device)
     place, missing = (start[:, None] + entry) % capacity + row[:, None] * capacity, entry >= count[:, None]
     found = (ring.flatten(0, 1).index_select(0, place.flatten()).to(dtype).unflatten(0, place.shape) for ring in rings)
