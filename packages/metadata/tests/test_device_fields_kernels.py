@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
@@ -78,6 +79,10 @@ def test_expand(kernels: Any, device: str, lens: list[int], dtype: torch.dtype, 
     assert contents(found) == contents(expected)
     assert found.query_start_loc.tolist() == [0, *accumulate(lens), *[count] * (ROWS - len(lens))]
     assert found.positions[count:].eq(0).all()
+    before = contents(found)
+    again = replace(step, query_start_loc=found.query_start_loc[: len(lens) + 1])  # unchanged starts are not sent
+    kernels.expand(found, again)
+    assert contents(found) == before
 
 
 def tables(device: str) -> tuple[Tensor, Tensor, Tensor]:

@@ -184,6 +184,7 @@ def test_a_staging_that_broke_off_is_forgotten(
 
 
 def test_T_A5_single_tokens_after_as_many_longer_rows(buffers: InputBuffers, make: Any, groups: Any) -> None:
+    """Unchanged row starts are not sent again; changed ones are."""
     starts = []
     for query_lens in ([1, 1, 1], [1, 1, 1], [2, 1, 3], [1, 1, 1], [1, 1], [1, 1, 1]):
         rows = make.rows(query_lens, [4] * len(query_lens), groups)

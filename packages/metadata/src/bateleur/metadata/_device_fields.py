@@ -31,8 +31,9 @@ class DeviceFields:
 
 @dataclass(frozen=True, slots=True)
 class DeviceStep:
-    """Values of a step on the device: ``num_computed_tokens`` (R,) integer, ``query_start_loc`` (R + 1,) int32, and
-    ``token_ids`` (T - k,) int32 of all but the first k tokens, which the last step sampled on the device.
+    """Values of a step on the device: ``num_computed_tokens`` (R,) integer, ``query_start_loc`` (R + 1,) int32, which
+    may be a view of the field itself, and ``token_ids`` (T - k,) int32 of all but the first k tokens, which the last
+    step sampled on the device.
     """
 
     num_reqs: int

@@ -69,6 +69,7 @@ class DeviceStaging:
         self._num_places = self._fields.seq_lens.shape[0]  # leading rows of the batch's tables that may hold blocks
         self._columns = [group.max_blocks for group in self._groups]  # leading columns that may hold blocks
         self._unpadded = list(self._tensors["slot_mappings"])
+        self._starts: IntArray = np.empty(0, np.int32)  # in `query_start_loc`; empty if unknown
         self._forget_batch()
         for table in self._request_tables:
             table.mark_all_unstaged()
@@ -92,7 +93,8 @@ class DeviceStaging:
     def write(self, rows: StepRows, shape: BatchShape, lengths: StepLengths) -> None:
         packet, computed = PackedUpload(), rows.num_computed_tokens_device
         counts = packet.add(rows.num_computed_tokens) if computed is None else 0
-        starts = packet.add(lengths.starts)
+        known = np.array_equal(lengths.starts, self._starts)
+        starts = 0 if known else packet.add(lengths.starts)
         first = 0 if rows.sampled_token_ids is None else len(rows.sampled_token_ids)
         ids = packet.add(rows.token_ids[first:])
         if rows.block_table_rows is None:
@@ -101,7 +103,9 @@ class DeviceStaging:
             calls = self._send_cells(packet, rows.block_table_rows)
         parts = packet.send(self._queue, self._device)
         computed = parts[counts] if computed is None else computed
-        step = DeviceStep(shape.num_reqs, shape.num_tokens, computed, parts[starts], parts[ids])
+        begins = self._fields.query_start_loc[: shape.num_reqs + 1] if known else parts[starts]
+        step = DeviceStep(shape.num_reqs, shape.num_tokens, computed, begins, parts[ids])
+        self._starts = lengths.starts
         unpadded, self._unpadded = self._unpadded, []
 
         def run() -> None:
