@@ -28,9 +28,9 @@ ROOT = Path(__file__).parents[1]
 TOKENS = 600
 """Tokens of the prompt."""
 MOST = {
-    "Nemotron-3-Nano-30B-A3B": (629, 4200),
-    "Qwen3.5-9B": (454, 4400),
-    "Qwen3.5-35B-A3B": (956, 7450),
+    "Nemotron-3-Nano-30B-A3B": (629, 4000),
+    "Qwen3.5-9B": (454, 4100),
+    "Qwen3.5-35B-A3B": (956, 6900),
     "Llama-3.1-8B": (390, 2850),
 }
 """Launches per step (kernels and other operators), and calls of functions of this project and of Triton up to Triton's

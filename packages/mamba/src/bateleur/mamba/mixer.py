@@ -80,14 +80,14 @@ class Mixer:
 
         Returns y (T, *output_shape).
         """
-        n, parts = batch.metadata.num_decode_tokens, []
-        if batch.decodes is not None:
-            first = tuple(gate[:n] for gate in gates)
-            parts.append(self.decode(channels[:n], first, batch.decodes, states, rings))
-        if batch.prefill_plan is not None:
-            rest = tuple(gate[n:] for gate in gates)
-            parts.append(self._prefill(channels[n:], rest, batch, states, rings))
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+        if batch.decodes is None:
+            return self._prefill(channels, gates, batch, states, rings)
+        if batch.prefill_plan is None:
+            return self.decode(channels, gates, batch.decodes, states, rings)
+        n = batch.metadata.num_decode_tokens
+        first, rest = tuple(gate[:n] for gate in gates), tuple(gate[n:] for gate in gates)
+        decoded = self.decode(channels[:n], first, batch.decodes, states, rings)
+        return torch.cat((decoded, self._prefill(channels[n:], rest, batch, states, rings)))
 
     def decode(
         self, channels: Tensor, gates: Tensors, rows: MambaMetadata, states: States, rings: Rings | None

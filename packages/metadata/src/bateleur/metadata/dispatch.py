@@ -78,8 +78,8 @@ def define_op(
     name = name or like.__name__
     schema = infer_schema(like, mutates_args=tuple(mutates)).replace("SymInt", "int")
     library.define(name + schema)
-    library.impl(name, partial(run_on_cpu, forms), "CPU")
-    library.impl(name, partial(_on_cuda, forms), "CUDA")
+    library.impl(name, forms.torch if forms.native is None else partial(run_on_cpu, forms), "CPU")
+    library.impl(name, forms.torch if forms.triton is None else partial(_on_cuda, forms), "CUDA")
     register_fake(f"{library.ns}::{name}", fake, lib=library)
     return cast(F, getattr(getattr(torch.ops, library.ns), name).default)
 

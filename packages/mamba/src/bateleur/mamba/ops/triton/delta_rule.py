@@ -9,6 +9,7 @@ A head has one decay, or one per key channel: D is 1 or K, and D decays are broa
 Legend: T tokens of a tile, K key channels of a head, V value channels of its tile, D decays of a head, J ring entries.
 """
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -125,6 +126,7 @@ def shape_options(q: Tensor, v: Tensor, a: Tensor) -> dict[str, int]:
     return {"HEADS": heads, "GROUP": heads // groups, "VALUE_DIM": value_dim, "KEY_DIM": key_dim, "DECAYS": decays}
 
 
+@cache
 def block_options(key_dim: int, decays: int, *, least: int = 16, most: int = 1 << 20) -> dict[str, Any]:
     """Return tile sizes of key channels, in [least, most], and of their decays; matrix products need at least 16."""
     block_k = max(least, min(most, next_power_of_2(key_dim)))

@@ -25,8 +25,9 @@ LAUNCH = {"num_warps": 4, "enable_fp_fusion": True}
 """Default launch options."""
 
 
+@cache
 def next_power_of_2(size: int) -> int:
-    """Return the least power of two that is at least `size` >= 1. Triton's function takes five calls."""
+    """Return the least power of two that is at least `size` >= 1. Triton's function takes five calls in each launch."""
     return 1 << (size - 1).bit_length()
 
 
@@ -144,6 +145,7 @@ def require_dense(dims: int, **tensors: Tensor) -> None:
             step *= shape[axis]
 
 
+@cache
 def precision(dtype: torch.dtype, *, state: bool = False) -> str:
     """Return `input_precision` of `tl.dot` for products of float32 with activations of ``dtype``.
 
@@ -155,6 +157,7 @@ def precision(dtype: torch.dtype, *, state: bool = False) -> str:
     return "tf32x3" if state else "tf32"
 
 
+@cache
 def state_tile(head_dim: int, entries: int) -> int:
     """Return a tile's channels: the largest power of two in [16, entries] that pads `head_dim` by at most a quarter."""
     rows = max(16, min(entries, next_power_of_2(head_dim)))
