@@ -7,6 +7,7 @@ import pytest
 
 from bateleur.runner import LLM, SamplingParams
 from bateleur.runner.text.detokenizer import IncrementalDetokenizer
+from bateleur.runner.text.stop_strings import StopStrings
 
 PROMPT = "import os\nimport sys\n\n\ndef main("
 GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 24, "ignore_eos": True}
@@ -53,6 +54,22 @@ def test_it_finds_what_a_naive_search_finds(letters: str) -> None:
                 assert found.text == (early.text if stop is None else text[: end - len(stop)])
         hits += found.stopped is not None
     assert 200 < hits < 1490
+
+
+def test_time_is_that_of_the_text_however_many_and_long_they_are() -> None:
+    """Counts lookups per character instead of time."""
+    for stops in (["a" * 4095 + "b"], [f"{i:04}" for i in range(1000)], ["ab" * 2000]):
+        search, lookups = StopStrings(stops), 0
+
+        class Counting(dict[int, int]):
+            def get(self, key: int, default: Any = None) -> Any:
+                nonlocal lookups
+                lookups += 1
+                return super().get(key, default)
+
+        search._next = Counting(search._next)
+        search.pass_by(0, "a" * 6000 + "0123" * 500 + "ab" * 3000)
+        assert lookups <= 2 * 14_000 + len(stops[0])
 
 
 def test_stops_beyond_the_bound_are_refused() -> None:

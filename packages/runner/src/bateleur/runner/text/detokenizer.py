@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from io import StringIO
 
 from bateleur.runner.outputs import TextTag
+from bateleur.runner.text.stop_strings import stop_strings
 from bateleur.runner.text.tokenizer import Tokenizer
 
 _REPLACEMENT = "\ufffd"
@@ -42,7 +43,8 @@ class IncrementalDetokenizer:
         skip_special_tokens: bool = True,
         tags: Mapping[int, str] | None = None,
     ) -> None:
-        self._tokenizer, self._stop, self._min_tokens = tokenizer, tuple(stop), min_tokens
+        self._tokenizer, self._min_tokens = tokenizer, min_tokens
+        self._stop = stop_strings(tuple(stop)) if stop else None
         self._include_stop, self._skip, self._tags = include_stop, skip_special_tokens, tags or {}
         self.restart(prompt_token_ids)
 
@@ -55,7 +57,7 @@ class IncrementalDetokenizer:
         self._clean = len(self._window)  # window tokens up to which the text is known to end a character
         self._shown = self._decode(self._window)  # text of the window when it was last decoded
         self._settled = len(self._shown)  # characters of it that were passed to the stop search
-        self._held = ""  # text that may still become a stop string
+        self._held, self._state = "", 0  # text that may still become a stop string, and the state of the search
         self._text = StringIO()  # all text returned so far; its position is always the end
         self._found: list[TextTag] = []
         self._finished = False
@@ -144,37 +146,24 @@ class IncrementalDetokenizer:
 
     def _release(self, fresh: str) -> str:
         """Search for stop strings in the text held back plus `fresh`, and return the text that is now final."""
-        if not fresh or not self._stop:
+        if not fresh or self._stop is None:
             return self._keep(fresh)
-        text, searched = self._held + fresh, len(self._held)
-        if self._num_tokens >= self._min_tokens and (found := _first_stop(text, searched, self._stop)) is not None:
-            end, self.stopped = found
-            self._held = ""
-            return self._keep(text[: end if self._include_stop else end - len(self.stopped)])
-        certain = _possible_stop(text, self._stop)
+        text = self._held + fresh
+        if self._num_tokens >= self._min_tokens:
+            self._state, count, self.stopped = self._stop.read(self._state, fresh)
+            if self.stopped is not None:
+                end = len(self._held) + count
+                self._held = ""
+                return self._keep(text[: end if self._include_stop else end - len(self.stopped)])
+        else:
+            self._state = self._stop.pass_by(self._state, fresh)
+        certain = len(text) - self._stop.num_open(self._state)
         self._held = text[certain:]
         return self._keep(text[:certain])
 
     def _keep(self, piece: str) -> str:
         self._text.write(piece)
         return piece
-
-
-def _first_stop(text: str, searched: int, stops: Sequence[str]) -> tuple[int, str] | None:
-    """Return the end and the text of the stop string that is complete first; of several, the longest.
-
-    searched: characters at the start of the text in which no stop string ends, or where it does not count.
-    """
-    found = [(at + len(each), each) for each in stops if (at := text.find(each, max(0, searched + 1 - len(each)))) >= 0]
-    return min(found, key=lambda each: (each[0], -len(each[1])), default=None)
-
-
-def _possible_stop(text: str, stops: Sequence[str]) -> int:
-    """Return the first position from which the text may become a stop string, or the end of the text."""
-    for at in range(max(0, len(text) - max(map(len, stops)) + 1), len(text)):
-        if any(len(each) > len(text) - at and each.startswith(text[at:]) for each in stops):
-            return at
-    return len(text)
 
 
 def decode_all(
