@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from bateleur.runner import LLM, RequestOutput, RequestOutputKind, SamplingParams
+from bateleur.runner.text.detokenizer import IncrementalDetokenizer
 
 PROMPT = "import os\nimport sys\n\n\ndef main("
 GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 24, "ignore_eos": True, "logprobs": 1}
@@ -57,8 +58,15 @@ def test_a_delta_that_is_not_taken_is_part_of_the_next(drafting: LLM, whole: Req
     assert first == replace(whole, request_id=name)
 
 
-def test_a_delta_costs_what_is_new(drafting: LLM) -> None:
+def test_a_delta_costs_what_is_new(drafting: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing in a report grows with what was told before."""
+    joins: list[IncrementalDetokenizer] = []
+
+    def joined_text(detokenizer: IncrementalDetokenizer) -> str:
+        joins.append(detokenizer)
+        return detokenizer.text_from(0)
+
+    monkeypatch.setattr(IncrementalDetokenizer, "text", property(joined_text))
     drafting.add_request(PROMPT, DELTA, stream=True)
     drafting.step()
     (group,) = drafting.engine.requests.values()
@@ -66,6 +74,7 @@ def test_a_delta_costs_what_is_new(drafting: LLM) -> None:
         (output,) = drafting.step()
         assert len(output.outputs[0].token_ids) <= 4
         assert output.prompt_token_ids is group.prompt_token_ids
+        assert len(joins) == output.finished, "only the end of a request joins its whole text"
 
 
 def test_final_only_is_one_report_and_cumulative_grows(drafting: LLM, whole: RequestOutput) -> None:
