@@ -279,9 +279,12 @@ def test_a_pipe_is_read_once(files: Files, tmp_path: Path) -> None:
     os.mkfifo(pipe)
     writer = threading.Thread(target=lambda: pipe.write_bytes(b'{"prompt": "a"}\n{"prompt": "b"}\n'))
     writer.start()
+    seen = set[str]()
+    files.each_step = lambda: seen.update(path.name for path in tmp_path.iterdir())
     try:
         assert main(["generate", "--prompt-file", str(pipe), "--output", str(files.results)]) == 0
     finally:
         writer.join()
     assert [record["prompt"] for record in files.read()] == ["a", "b"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out.jsonl", "pipe"]
+    assert not {name for name in seen if name.startswith("tmp")}, "the copy has no name that a killed process leaves"

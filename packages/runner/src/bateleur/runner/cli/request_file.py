@@ -131,7 +131,7 @@ class RequestFile:
     def scan(self, spool: Path | None = None) -> None:
         """Read the file once: count the lines, detect the format, and find duplicate ids.
 
-        spool: folder for copies of stdin, pipes and Parquet rows; None for the system's default folder.
+        spool: folder for the temporary file of stdin, a pipe or Parquet rows; None for the system's default folder.
         """
         if self._parquet or self.path is None:
             self._copy(spool)
@@ -156,12 +156,16 @@ class RequestFile:
             self._first_lines[line] = self._first_lines.get(before, before)
 
     def _copy(self, spool: Path | None) -> None:
-        """Copy the file, or its Parquet rows as lines, which other processes can then read until `close`."""
+        """Copy stdin or a pipe to a file without a name, of which a killed process leaves nothing.
+
+        Parquet rows become lines of a named file, which other processes can read until `close`.
+        """
         with name_in_errors(f"a copy of {self.name} in {spool or tempfile.gettempdir()}"), self._file as source:
-            self._file = tempfile.NamedTemporaryFile(dir=spool, suffix=".jsonl")  # noqa: SIM115 (until `close`)
             if self.path is None:
+                self._file = tempfile.TemporaryFile(dir=spool)  # noqa: SIM115 (until `close`)
                 shutil.copyfileobj(source, self._file, 1 << 20)
                 return
+            self._file = tempfile.NamedTemporaryFile(dir=spool, suffix=".jsonl")  # noqa: SIM115 (until `close`)
             self._file.writelines(json_lines(self.path))
             self._file.flush()
         self.path = Path(self._file.name)
