@@ -21,6 +21,7 @@ from bateleur.runner.assets import shipped_model
 from bateleur.runner.structured import grammar as grammar_module
 from bateleur.runner.structured import trial
 from bateleur.runner.structured.grammar import Grammars, token_bytes
+from bateleur.runner.structured.library import SPECIAL, library_tokenizer
 from bateleur.runner.structured.matcher import CompiledGrammar, Matcher, fill
 from bateleur.runner.structured_outputs import MAX_BYTES, StructuredOutputsParams
 from bateleur.runner.text.tokenizer import NoTokenizer
@@ -247,6 +248,13 @@ def test_a_model_may_have_more_tokens_than_its_tokenizer_and_no_end(size: int) -
         matcher.accept(2)
         assert masks_of(matcher)[0, :size].nonzero()[0].tolist() == list(ends)
         assert matcher.ended() is not bool(ends)
+
+
+def test_the_bytes_of_tokens_are_not_kept() -> None:
+    tokens = [b"a", b"b", SPECIAL]
+    count = sys.getrefcount(tokens)
+    vocabulary = library_tokenizer(tokens, [2])
+    assert (vocabulary.vocab_size, sys.getrefcount(tokens)) == (3, count)
 
 
 @pytest.mark.parametrize(

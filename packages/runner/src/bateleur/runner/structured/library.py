@@ -38,7 +38,10 @@ def library_tokenizer(tokens: list[bytes], eos_token_ids: Sequence[int]) -> LLTo
     """Return llguidance's form of a vocabulary. Building it takes a second for 250,000 tokens."""
     from llguidance import LLTokenizer
 
-    return LLTokenizer(_Tokens(tokens, eos_token_ids[0]), eos_token=[*eos_token_ids])  # type: ignore[arg-type]
+    source = _Tokens(tokens, eos_token_ids[0])
+    library = LLTokenizer(source, eos_token=[*eos_token_ids])  # type: ignore[arg-type]
+    source.tokens = []  # the library has its own copy, and keeps `source`
+    return library
 
 
 def parser_limits() -> LLParserLimits:
