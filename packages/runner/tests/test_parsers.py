@@ -27,7 +27,7 @@ from bateleur.runner.serve.parsers.kimi_k2 import KimiK2
 from bateleur.runner.serve.parsers.options import ParserOptions, reasoning_parser_of, tool_parser_of
 from bateleur.runner.serve.parsers.pythonic import Lfm2, Olmo3
 from bateleur.runner.serve.parsers.source import TagTable
-from bateleur.runner.serve.parsers.tool_format import ToolFormat
+from bateleur.runner.serve.parsers.tool_format import Function, ToolFormat
 from bateleur.runner.serve.parsers.values import as_json, literal_as_json, types_of
 from bateleur.runner.text.chat import ChatPrompt
 from bateleur.runner.text.tokenizer import NoTokenizer
@@ -738,6 +738,18 @@ def test_tags_of_the_tokenizer_tell_what_the_template_leaves_out() -> None:
     assert tool_parser_of("{{ tools }}", ()) is None
     assert reasoning_parser_of("", ("</think>",)) == reasoning_parser_of("a</think>", ()) == "think"
     assert reasoning_parser_of("{{ messages }}", ()) is None
+
+
+@pytest.mark.parametrize("name", ["x{name}", 'x"{name}"'])
+def test_a_tool_may_be_named_as_its_place_in_a_grammar(name: str) -> None:
+    function = Function(name, {})
+    begins = [each.call_tags([function], once=False)[-1]["begin"] for each in (Hermes, Llama3Json, Qwen3Coder)]
+    quoted = json.dumps(name)
+    assert begins == [
+        f'<tool_call>\n{{"name": {quoted}, "arguments": ',
+        f'{{"name": {quoted}, "parameters": ',
+        f"<function={name}>\n",
+    ]
 
 
 @pytest.mark.parametrize("given", ["hermes", "qwen3_xml", "nemotron_v3", "none", "auto", None])

@@ -64,14 +64,7 @@ class ToolFormat:
         Each begins with one of `triggers`, if there are any. once: allow only one call in an answer.
         """
         begin, arguments, end = cls.CALL
-        calls = [
-            tagged(
-                begin.replace('"{name}"', json.dumps(each.name)).replace("{name}", each.name),
-                arguments(each.schema),
-                end,
-            )
-            for each in functions
-        ]
+        calls = [tagged(_with_name(begin, each.name), arguments(each.schema), end) for each in functions]
         if cls.LIST is None:
             return calls
         before, between, after = cls.LIST
@@ -85,6 +78,13 @@ class ToolFormat:
     def start_tag_of(self, source: Source) -> str:
         """Return the start tag at the start of the text, or ""."""
         return next((tag for tag in self.start_tags if source.text.startswith(tag)), "")
+
+
+def _with_name(begin: str, name: str) -> str:
+    """Return the text with the name in place of {name}, and as JSON in place of "{name}"."""
+    if '"{name}"' in begin:
+        return begin.replace('"{name}"', json.dumps(name))
+    return begin.replace("{name}", name)
 
 
 class Calls:
