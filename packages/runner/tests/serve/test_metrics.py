@@ -42,6 +42,14 @@ def samples(text: bytes) -> dict[tuple[str, ...], float]:
     }
 
 
+def test_a_label_may_be_empty() -> None:
+    stats = busy()
+    stats.offload.refused[""] = 3  # type: ignore[union-attr]
+    name = "bateleur:kv_offload_refused_files_total"
+    read = samples(render(stats, "a model"))
+    assert (read[name, ""], read[name, "corrupt"]) == (3, 2)
+
+
 def test_counters_have_the_names_of_vllm() -> None:
     read = samples(render(busy(), "a model", queued=5))
     expected = {
