@@ -3,7 +3,7 @@
 import warnings
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -38,7 +38,9 @@ def describe_checkpoint(path: str | Path, **options: Any) -> dict[str, Any]:
     """Return parameters and memory of a checkpoint folder for an engine with these options of `LLM`, as JSON values.
 
     The target's weights are not loaded. With several ranks, sizes are those of the first rank. With dtype "auto", sizes
-    of weights and KV cache are for the stored dtype. Raises ValueError as `LLM` does.
+    of weights and KV cache are for the stored dtype. `max_model_len` is the maximum of prompt and output tokens; on a
+    GPU without `kv_cache_memory_bytes` it leaves out the limit by the KV cache, which an engine measures at start.
+    Raises ValueError as `LLM` does.
     """
     config = EngineConfig.of(model=path, **options)
     device, chosen = resolve_device(config.model.device), config.speculative
@@ -66,35 +68,49 @@ def describe_checkpoint(path: str | Path, **options: Any) -> dict[str, Any]:
         "dtype": _name(counted),
         "kv_cache_dtype": _name(costs.kv_dtype),
         "ranks": config.parallel.num_ranks,
-        # all-reduces of a step, and their bytes per token
+        # all-reduces of a step over tensor-parallel ranks, and their bytes per token; 0 for one rank
         "sums": 0 if target.ranks.alone else num_sums(spec),
         "sum_bytes_per_token": 0 if target.ranks.alone else sum_bytes(spec, counted.itemsize),
-        "parts": {kind: asdict(part) for kind, part in parts.items()},
-        "parameters": sum(part.parameters for part in parts.values()),
-        "weight_bytes": sum(part.weight_bytes for part in parts.values()),
-        # the target's weights in the layouts of this device's matrix products; slots of LoRA adapters
+        **_weights(parts),
+        # memory of the target's weights, in the layouts of this device's matrix products
         "held_bytes": _held(config, checkpoint, computed, device),
-        "adapter_bytes": _adapter_bytes(config, checkpoint, counted),
-        "active_bytes": sum(part.active_bytes for part in parts.values()),
-        "kv_bytes_per_token": costs.token_bytes,  # a draft head's included
+        "adapter_bytes": _adapter_bytes(config, checkpoint, counted),  # slots of LoRA; 0 without `enable_lora`
+        "kv_bytes_per_token": costs.token_bytes,  # over all attention layers, including a draft head's
         # upper bound for activations, logits and block tables; an engine on a GPU measures it at start
         "workspace_bytes": workspace_bytes(target, limits, caches.block_size, graph_tokens),
+        # prefix cache hits are multiples of this many tokens
         "hit_granularity": caches.block_size if hits.layout is None else hits.layout.block_size,
         "max_model_len": _fitting_length(config, spec, counted, limits, caches),
         **_files(checkpoint, own),
         **_states(costs, hits),
-        "draft_logits_bytes_per_request": costs.logits_bytes_per_request,
-        "draft_tokens_bytes_per_request": caches.draft.row_bytes,
+        "draft_logits_bytes_per_request": costs.logits_bytes_per_request,  # 0 if the acceptance rule needs none
+        "draft_tokens_bytes_per_request": caches.draft.row_bytes,  # for prompt lookup; 0 without
+        # chosen kernels, and why not preferred ones; None without such layers
         "prompt_scan": describe_scan(config.model.prompt_scan, spec, counted, device),
         "attention": describe_backend(config.model.attention_backend, spec, computed, device, caches.kv_dtype),
-        # bytes of quantised matrices by kind of layer, then by scheme and kernel
+        # bytes of quantised matrices by kind of layer, then by scheme and kernel; {} if all are plain
         "quantized": count_schemes(target, device, computed),
-        "cpu_kernels": describe_kernels(device),
+        "cpu_kernels": describe_kernels(device),  # None on other devices
+    }
+
+
+def _weights(parts: dict[str, PartFacts]) -> dict[str, Any]:
+    """Return parameters and bytes of the weights."""
+    return {
+        # by kind: `mamba`, `delta`, `short conv`, `attention`, `mlp`, `experts`, `draft head`, `embeddings`
+        "parts": {kind: asdict(part) for kind, part in parts.items()},
+        "parameters": sum(part.parameters for part in parts.values()),
+        "weight_bytes": sum(part.weight_bytes for part in parts.values()),
+        # of the weights that one token uses; less than all if there are experts
+        "active_bytes": sum(part.active_bytes for part in parts.values()),
     }
 
 
 def _files(checkpoint: Checkpoint, num_used: int) -> dict[str, Any]:
-    """Return what the files of a checkpoint contain. num_used: tensors that only the draft head uses."""
+    """Return what the files of a checkpoint contain. num_used: tensors that only the draft head uses.
+
+    `unused_tensors` is the number of tensors in the files that the model does not need.
+    """
     spec, unused = checkpoint.spec, len(checkpoint.unused) - num_used
     sizes = {name: getattr(spec, name) for name in ("vocab_size", "hidden_size", "max_position_embeddings")}
     facts = {"architecture": spec.architecture, "stored_dtype": _name(checkpoint.dtype), **sizes}
@@ -104,12 +120,13 @@ def _files(checkpoint: Checkpoint, num_used: int) -> dict[str, Any]:
 def _states(costs: CacheCosts, hits: CacheCosts) -> dict[str, int]:
     """Return the memory of recurrent states. hits: costs with prefix caching on."""
     return {  # a page is a state and its convolution window; a ring has the inputs of a request's last tokens
+        # most memory of a running request over all recurrent layers (pages, ring and window), at any length
         "mamba_state_bytes_per_request": costs.state_bytes_per_request,
         "mamba_pages_per_request": costs.pages_per_request,
         "mamba_ring_bytes": costs.ring_bytes,
         "mamba_window_bytes": costs.window_bytes,
-        "mamba_page_bytes": costs.page_bytes,
-        "mamba_state_bytes": costs.state_bytes,
+        "mamba_page_bytes": costs.page_bytes,  # what prefix caching keeps at a block boundary
+        "mamba_state_bytes": costs.state_bytes,  # of one page, without the window
         "kept_states": hits.pages_to_share,  # of a request of `max_model_len` tokens, by prefix caching
     }
 
@@ -134,9 +151,7 @@ def checkpoint_table(facts: dict[str, Any]) -> str:
         weights = format_bytes(part["weight_bytes"])
         lines.append(f"{kind:<12}{layers:>8}{part['parameters']:>18,}{weights:>12}{active}")
     lines.append("")
-    for label, count, more, shown in _rows(facts, experts=experts):
-        if shown:
-            lines.append(f"{label:<27}{count:>16,}{more}")
+    lines += [f"{row.label:<27}{row.number:>16,}{row.more}" for row in _rows(facts, experts=experts) if row.shown]
     texts = [("delta-rule prompt scan", facts["prompt_scan"]), ("attention", facts["attention"])]
     for kind, schemes in facts["quantized"].items():
         texts += [(f"quantised {kind}", f"{format_bytes(size)}, {scheme}") for scheme, size in schemes.items()]
@@ -146,29 +161,37 @@ def checkpoint_table(facts: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _rows(facts: dict[str, Any], *, experts: bool) -> list[tuple[str, int, str, Any]]:
-    """Return rows of sizes: label, number, text after it, and whether the row is shown."""
+class _Row(NamedTuple):
+    label: str
+    number: int
+    more: str  # text after the number
+    shown: bool = True
+
+
+def _rows(facts: dict[str, Any], *, experts: bool) -> list[_Row]:
+    """Return the table's rows of sizes. experts: whether a token uses only a part of the weights."""
     page, window, pages = facts["mamba_page_bytes"], facts["mamba_window_bytes"], facts["mamba_pages_per_request"]
     logits, lookup = facts["draft_logits_bytes_per_request"], facts["draft_tokens_bytes_per_request"]
     adapters, sums, longest = facts["adapter_bytes"], facts["sums"], facts["max_model_len"]
+    has_pages, has_window = page > 0, window > 0
     return [
-        ("weights", facts["weight_bytes"], " bytes", True),
-        ("  of the model, in memory", facts["held_bytes"], " bytes, in this device's layout", True),
-        ("LoRA adapters, all slots", adapters, " bytes", adapters),
-        ("active weights per token", facts["active_bytes"], " bytes", experts),
-        ("KV cache per token", facts["kv_bytes_per_token"], f" bytes, as {facts['kv_cache_dtype']}", True),
-        ("states per request", facts["mamba_state_bytes_per_request"], " bytes", True),
-        ("  pages", pages * page, f" bytes, {pages:,} of {page:,}", page),
-        ("    state of a page", facts["mamba_state_bytes"], " bytes, without its window", page),
-        ("  ring", facts["mamba_ring_bytes"], " bytes", window),
-        ("  convolution window", window, " bytes", window),
-        ("longest request", longest, " tokens, prompt and output", True),
-        ("workspace, about", facts["workspace_bytes"], " bytes at most, for steps and graphs", True),
-        ("prefix hit granularity", facts["hit_granularity"], " tokens", True),
-        ("all-reduces per step", sums, f", of {facts['sum_bytes_per_token']:,} bytes per token", sums),
-        ("draft logits per request", logits, " bytes", logits),
-        ("lookup tokens per request", lookup, " bytes", lookup),
-        ("cached state page", page, f" bytes, {facts['kept_states']:,} per {longest:,} tokens", page),
+        _Row("weights", facts["weight_bytes"], " bytes"),
+        _Row("  of the model, in memory", facts["held_bytes"], " bytes, in this device's layout"),
+        _Row("LoRA adapters, all slots", adapters, " bytes", shown=adapters > 0),
+        _Row("active weights per token", facts["active_bytes"], " bytes", shown=experts),
+        _Row("KV cache per token", facts["kv_bytes_per_token"], f" bytes, as {facts['kv_cache_dtype']}"),
+        _Row("states per request", facts["mamba_state_bytes_per_request"], " bytes"),
+        _Row("  pages", pages * page, f" bytes, {pages:,} of {page:,}", shown=has_pages),
+        _Row("    state of a page", facts["mamba_state_bytes"], " bytes, without its window", shown=has_pages),
+        _Row("  ring", facts["mamba_ring_bytes"], " bytes", shown=has_window),
+        _Row("  convolution window", window, " bytes", shown=has_window),
+        _Row("longest request", longest, " tokens, prompt and output"),
+        _Row("workspace, about", facts["workspace_bytes"], " bytes at most, for steps and graphs"),
+        _Row("prefix hit granularity", facts["hit_granularity"], " tokens"),
+        _Row("all-reduces per step", sums, f", of {facts['sum_bytes_per_token']:,} bytes per token", shown=sums > 0),
+        _Row("draft logits per request", logits, " bytes", shown=logits > 0),
+        _Row("lookup tokens per request", lookup, " bytes", shown=lookup > 0),
+        _Row("cached state page", page, f" bytes, {facts['kept_states']:,} per {longest:,} tokens", shown=has_pages),
     ]
 
 
