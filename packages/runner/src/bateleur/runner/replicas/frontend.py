@@ -1,9 +1,10 @@
 """ASGI application in front of replicas: authenticates and forwards requests, and retries them on other replicas."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import aclosing
-from types import SimpleNamespace
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from fastapi import FastAPI, HTTPException, Request
 from fastapi.responses import Response
@@ -14,9 +15,12 @@ from bateleur.runner.errors import EngineDead, ReplicaLost
 from bateleur.runner.replicas.forwarded_request import ForwardedRequest, SendRequest
 from bateleur.runner.serve.body import read_bytes
 from bateleur.runner.serve.config import ServeConfig
-from bateleur.runner.serve.errors import http_error, http_errors
+from bateleur.runner.serve.errors import engine_dead_error, http_error, http_errors
 from bateleur.runner.serve.middleware import add_middleware
 from bateleur.runner.serve.sse import error_event
+
+if TYPE_CHECKING:
+    from prometheus_client.core import Metric
 
 _MAX_LOST_REPLICAS = 3  # replicas that may die with one request before it is refused: the request may be the cause
 _TIMEOUT = 20.0  # seconds that a request without a prompt, such as /v1/models, waits for a replica
@@ -105,7 +109,7 @@ class ReplicaFrontend:
         except asyncio.CancelledError:
             if not self._closing:
                 raise
-            await response.fail(http_error(503, str(EngineDead("it was closed")), code="engine_dead"), scope["path"])
+            await response.fail(engine_dead_error(EngineDead("it was closed")), scope["path"])
         except HTTPException as error:
             await response.fail(error, scope["path"])
         finally:
@@ -152,14 +156,25 @@ class _Endpoint:
 
 def merge_metrics(texts: Mapping[str, str]) -> bytes:
     """Merge the metrics of all replicas: each family once, its samples with the label `replica`."""
-    from prometheus_client import generate_latest
-    from prometheus_client.core import Metric
-    from prometheus_client.parser import text_string_to_metric_families
+    from prometheus_client import CollectorRegistry, generate_latest
 
-    families: dict[str, Metric] = {}
-    for replica, text in texts.items():
-        for family in text_string_to_metric_families(text):
-            merged = families.setdefault(family.name, family)
-            samples = [each._replace(labels={**each.labels, "replica": replica}) for each in family.samples]
-            merged.samples = [*(merged.samples if merged is not family else ()), *samples]
-    return generate_latest(SimpleNamespace(collect=families.values))
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(_MergedMetrics(texts))
+    return generate_latest(registry)
+
+
+@dataclass(eq=False, slots=True)
+class _MergedMetrics:
+    texts: Mapping[str, str]
+
+    def collect(self) -> Iterator["Metric"]:
+        """Yield all metric families, in the order in which replicas first list them."""
+        from prometheus_client.parser import text_string_to_metric_families
+
+        families: dict[str, Metric] = {}
+        for replica, text in self.texts.items():
+            for family in text_string_to_metric_families(text):
+                merged = families.setdefault(family.name, family)
+                samples = [each._replace(labels={**each.labels, "replica": replica}) for each in family.samples]
+                merged.samples = [*(merged.samples if merged is not family else ()), *samples]
+        yield from families.values()

@@ -50,10 +50,15 @@ def http_errors(names: Mapping[str, str] = MappingProxyType({})) -> Iterator[Non
         message = f"rate limit exceeded: {error}" if isinstance(error, QueueFull) else str(error)
         raise http_error(429, message, code="rate_limit_exceeded", headers={"Retry-After": "1"}) from error
     except EngineDead as error:
-        raise http_error(503, str(error), code="engine_dead") from error
+        raise engine_dead_error(error) from error
     except ValueError as error:
         message = _renamed(str(error), names)
         raise http_error(400, message, param=_field_of(message), code=_code_of(error)) from error
+
+
+def engine_dead_error(error: EngineDead) -> HTTPException:
+    """Create the error for a dead engine or a stopping server."""
+    return http_error(503, str(error), code="engine_dead")
 
 
 def _code_of(error: ValueError) -> str | None:

@@ -196,18 +196,22 @@ class _Responses:
     async def delete(self, request: Request, response_id: str) -> Response:
         """Delete a stored response. Aborts it if it is running."""
         self._stored(response_id)
-        await self.cancel(request, response_id)
+        await self._cancel(response_id)
         self._store.drop(response_id)
         return JSONText({"id": response_id, "object": "response", "deleted": True})
 
     async def cancel(self, request: Request, response_id: str) -> Response:
         """Abort a running response."""
+        return JSONText(await self._cancel(response_id))
+
+    async def _cancel(self, response_id: str) -> Item:
+        """Abort the response if it is running. Returns the response."""
         running = self._running.get(response_id)
         if running is None:
-            return JSONText(self._stored(response_id).response)
+            return self._stored(response_id).response
         await self._service.llm.abort(f"{response_id}-0")
         await asyncio.wait_for(running.ended.wait(), _CANCEL_SECONDS)
-        return JSONText(running.response)
+        return running.response
 
     async def inputs(
         self, request: Request, response_id: str, limit: str = "20", order: str = "desc", after: str | None = None
