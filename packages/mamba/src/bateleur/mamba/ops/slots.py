@@ -34,7 +34,9 @@ def by_row(function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
 
 def rows_with_slot(dst: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
     """Return the entries of all tensors (R,) in rows whose slot `dst` is not 0; on a GPU all rows (no sync)."""
-    return (dst, *others) if dst.device.type != "cpu" else tuple(each[dst != 0] for each in (dst, *others))
+    if dst.device.type != "cpu" or len(rows := dst.nonzero().squeeze(1)) == len(dst):
+        return dst, *others
+    return tuple(each[rows] for each in (dst, *others))
 
 
 def pad_rows(query_start_loc: Tensor, max_query_len: int, num_tokens: int) -> tuple[Tensor, Tensor]:

@@ -21,6 +21,8 @@ def copy_states(
             the last conv_bias entries are unspecified. A row with dst 0 is skipped.
     """
     dst, conv_src, conv_bias, ssm_src = rows_with_slot(dst, conv_src, conv_bias, ssm_src)
+    if not dst.shape[0]:
+        return
     entries = conv_state.shape[2]
     at = (conv_bias[:, None] + torch.arange(entries, device=dst.device)).clamp_(max=entries - 1)
     for conv in conv_state:
@@ -42,6 +44,8 @@ def fold_window(conv_state: Tensor, request_conv: Tensor, ring_row: Tensor, dst:
         ring_row, dst, page_offset: (R,) int64. A row with dst 0 is skipped, and its other values are ignored.
     """
     dst, ring_row, page_offset = rows_with_slot(dst, ring_row, page_offset)
+    if not dst.shape[0]:
+        return
     copy_windows(conv_state, request_conv, ring_row, dst, page_offset)
 
 
