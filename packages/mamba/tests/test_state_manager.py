@@ -58,6 +58,7 @@ def test_rows_in_flight_get_pages_for_whatever_they_may_write(policy):
         rows = rng.permutation(6)[: rng.integers(1, 7)]
         computed, lens = (rng.integers(*span, len(rows), dtype=np.int32) for span in ((9, 90), (1, 5)))
         slack = rng.integers(0, 4, len(rows), dtype=np.int32)
+        pages._allocated_tokens[:] = 0  # so that all rows are examined
         pages.table[:] = rng.integers(0, 2, pages.table.shape)
         written = computed if policy is StatePolicy.FOLD else computed + lens - 1
         expected = [
@@ -69,3 +70,4 @@ def test_rows_in_flight_get_pages_for_whatever_they_may_write(policy):
             if not pages.table[row, column]
         ]
         assert pages._missing_cells(rows, computed, lens, slack).tolist() == expected
+        assert not len(pages._missing_cells(rows, computed, lens, slack)), "allocated by the first call"

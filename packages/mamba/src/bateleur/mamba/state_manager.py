@@ -86,9 +86,14 @@ class MambaStateManager:
         """By row: the last column that was added to the prefix cache, and its key."""
         self._always_kept = np.array([retention.always_keeps(column) for column in range(layout.columns())])
         self._max_blocks_per_decode = 1 + layout.num_speculative_blocks
+        # By row past its prompt: all columns that it may write up to this number of tokens have slots.
+        self._allocated_tokens = np.zeros(num_rows, dtype=np.int64)
+        # By row: number of computed tokens at which `commit` next has work; 0 inside a prompt.
+        self._next_commit = np.zeros(num_rows, dtype=np.int64)
 
     def admit(self, row: int, num_tokens: int, page: int) -> None:
         """Start a request in `row` from the cached state after `num_tokens` tokens in slot `page`; 0 for no hit."""
+        self._allocated_tokens[row] = self._next_commit[row] = 0
         if num_tokens:
             self.pool.hold([page])
             self.blocks.write(row, self.layout.column(num_tokens), page)
@@ -119,12 +124,15 @@ class MambaStateManager:
                 self._allocate_prefill(row, last, kept)
 
     def _missing_cells(self, rows: Longs, computed_R: Ints, query_lens_R: Ints, uncertain_R: Ints | None) -> Longs:
-        """Return flat block-table indices that decodes may write and that have no slot."""
+        """Return flat block-table indices that decodes may write and that have no slot; mark them allocated."""
         num_columns_R = np.minimum(query_lens_R, self._max_blocks_per_decode)
         written_R = computed_R if self._folds else computed_R + query_lens_R - 1
+        if (written_R + (num_columns_R - 1) * self.block_size < self._allocated_tokens[rows]).all():
+            return rows[:0]
         first_R = (written_R if uncertain_R is None else written_R - uncertain_R) // self.block_size
         end_R = np.minimum(written_R // self.block_size + num_columns_R, self.table.shape[1])
         which, columns = expand_ranges(np.arange(len(rows)), first_R, end_R - first_R)
+        self._allocated_tokens[rows] = end_R * self.block_size
         missing = self.table[rows[which], columns] == 0
         cells: Longs = rows[which[missing]] * self.table.shape[1] + columns[missing]
         return cells
@@ -155,13 +163,18 @@ class MambaStateManager:
             key: key(i, num_tokens) is the prefix key of the first `num_tokens` tokens of the i-th request of the step.
         """
         pool, size = self.pool, self.block_size
+        index = (after_R >= self._next_commit[rows]).nonzero()[0]
+        if not len(index):
+            return
+        rows, before_R, after_R, prompt_lens_R = rows[index], before_R[index], after_R[index], prompt_lens_R[index]
         dropped, cached, freed = self._changes(rows, before_R, after_R, prompt_lens_R)
+        self._next_commit[rows] = self._next_change(after_R, prompt_lens_R)
         for _, row, column, page in dropped:
             last, name = self._last_key[row]
             if last == column and page == pool.find(name):
                 pool.forget(page)
         for i, row, column, page in cached:
-            name = key(i, (column + 1) * size)
+            name = key(int(index[i]), (column + 1) * size)
             self._last_cached[row] = page if pool.insert(page, name) else 0
             self._last_key[row] = column, name
         if len(freed):
@@ -173,7 +186,7 @@ class MambaStateManager:
     ) -> tuple[list[list[int]], list[list[int]], Longs]:
         """Return the blocks that `commit` drops from and adds to the prefix cache, and those that no later step reads.
 
-        The first two are (index in the step, row, column, slot), the last are cells of the flattened block table.
+        The first two are (index in `rows`, row, column, slot), the last are cells of the flattened block table.
         """
         size, rule = self.block_size, self.retention
         first_R, ends_R = before_R // size, (prompt_lens_R - 1) // size - 1
@@ -201,6 +214,14 @@ class MambaStateManager:
         freed = rows[moved[where]] * self.table.shape[1] + columns
         return dropped, cached, freed
 
+    def _next_change(self, computed_R: Ints, prompt_lens_R: Ints) -> Longs:
+        """Return the number of tokens (R,) from which `commit` must look at a request again; 0 inside a prompt."""
+        size = self.block_size
+        full_R = (computed_R // size + 1) * size
+        if not self._folds:  # the first state of a block frees the slot of the block before
+            full_R = np.minimum(full_R, np.maximum(computed_R - 1, 0) // size * size + size + 1)
+        return np.where(computed_R < prompt_lens_R, 0, full_R)
+
     def _oldest(self, computed_R: Ints, in_prompt_R: NDArray[np.bool_]) -> Ints:
         """Return the first block-table column (R,) that a later step may read.
 
@@ -216,7 +237,7 @@ class MambaStateManager:
     def clear(self) -> None:
         """Free all state slots and empty the prefix cache."""
         self.blocks.clear_all()
-        self._last_cached[:] = 0
+        self._last_cached[:] = self._allocated_tokens[:] = self._next_commit[:] = 0
         self.pool.clear()
 
     def release(self, row: int) -> None:
@@ -224,4 +245,4 @@ class MambaStateManager:
         held = self.table[row]
         self.pool.free(held[held > 0].tolist())
         self.blocks.clear(row)
-        self._last_cached[row] = 0
+        self._last_cached[row] = self._allocated_tokens[row] = self._next_commit[row] = 0
