@@ -287,3 +287,12 @@ def test_aliased_pages_of_prompts_are_refused():
     check_aliases(chunks, ints(5, 0))
     with pytest.raises(ValueError, match="slot 5 is written by row 0 and read by row 1"):
         check_aliases(chunks, ints(0, 5))
+
+
+def test_steps_without_rows_have_no_aliases():
+    none, no_writes = ints(0)[:0], torch.zeros((0, 2), dtype=torch.int64)
+    check_aliases(PrefillChunks.empty("cpu"), none)
+    check_aliases(decodes(SlotPlan(none, no_writes, none, none, none, none)))
+    check_aliases(decodes(ReplayPlan(none, none, none, none, none), none))
+    check_aliases(FoldBatch(none, none, none, none, none, none))
+    check_aliases(CopyPlan(none, none, none, none, none, none))

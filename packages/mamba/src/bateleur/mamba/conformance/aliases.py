@@ -37,7 +37,7 @@ def _require_disjoint(what: str, reads: Tensor, writes: Tensor, row_of_write: Te
     """Raise ValueError if a row reads reads[row], and another row writes it; writes are (R, ...), or have rows."""
     owner: dict[int, int] = {}
     rows = range(len(writes)) if row_of_write is None else row_of_write.tolist()
-    for row, slots in zip(rows, writes.view(len(writes), -1).tolist(), strict=True):
+    for row, slots in zip(rows, writes[:, None].flatten(1).tolist(), strict=True):
         for slot in slots:
             if slot and owner.setdefault(slot, row) != row:
                 raise ValueError(f"{what} {slot} is written by row {owner[slot]} and by row {row}")
