@@ -16,7 +16,6 @@ from bateleur.mamba.spec import CacheLayout, PromptScan, at_least, one_of
 from bateleur.metadata import expand_ranges, upload
 
 Ints = npt.NDArray[np.int32]
-Longs = npt.NDArray[np.int64]
 FLA_TILE = 64
 """Tokens of a tile in the kernels of fla-core, counted from the start of each row."""
 
@@ -99,18 +98,17 @@ class PrefillChunker:
         upper = computed + (starts[1:] - starts[:-1])
         first_R = self._num_ends(computed)
         counts_R = self._num_ends(upper - 1) - first_R + 1
-        row_chunk_loc = np.append(0, counts_R.cumsum())
-        row = np.arange(len(computed)).repeat(counts_R)
-        ends = self._end(np.arange(len(row)) + (first_R - row_chunk_loc[:-1])[row])
+        zero = np.zeros(1, np.int32)
+        row_chunk_loc = np.append(zero, counts_R.cumsum(dtype=np.int32))
+        row = np.arange(len(computed), dtype=np.int32).repeat(counts_R)
+        ends = self._end(np.arange(len(row), dtype=np.int32) + (first_R - row_chunk_loc[:-1])[row])
         ends = np.minimum(ends, upper[row])  # the last chunk ends with the row
-        chunk_start_loc = np.append(0, ends + (starts[:-1] - computed)[row])
+        chunk_start_loc = np.append(zero, ends + (starts[:-1] - computed)[row])
         keep = ends % self.block_size == 0
         keep[row_chunk_loc[1:] - 1] = True
         cell = (ends - 1) // self.block_size + row * table.shape[1]
         parts = (starts, chunk_start_loc, row, row_chunk_loc, cell, keep)
-        packed = np.concatenate(
-            parts, dtype=np.int32, casting="unsafe"
-        )  # a new array: nothing writes to it during the upload
+        packed = np.concatenate(parts, dtype=np.int32)  # a new array: nothing writes to it during the upload
         on_device = upload(packed, table.device)
         loc, chunk_loc, rows, row_loc, cells, kept = torch.split_with_sizes(on_device, [*map(len, parts)])
         chunk_write = table.reshape(-1).index_select(0, cells).mul_(kept).long()
@@ -125,14 +123,14 @@ class PrefillChunker:
         ends: Ints = blocks * self._chunks_per_block + rest // self.chunk_size
         return ends
 
-    def _end(self, index: Longs) -> Longs:
+    def _end(self, index: Ints) -> Ints:
         """Return the number of tokens of a request up to the end of its chunk `index`."""
         blocks, rest = np.divmod(index, self._chunks_per_block)
-        tokens: Longs = blocks * self.block_size + np.minimum((rest + 1) * self.chunk_size, self.block_size)
+        tokens: Ints = blocks * self.block_size + np.minimum((rest + 1) * self.chunk_size, self.block_size)
         return tokens
 
 
-def _fla_tiles(starts: Ints, row_chunk_loc: Longs, chunk_write: Tensor) -> FlaTiles:
+def _fla_tiles(starts: Ints, row_chunk_loc: Ints, chunk_write: Tensor) -> FlaTiles:
     """Return fla-core's tiles for requests that keep only their last state; rows without tokens keep none."""
     counts_R = -(-(starts[1:] - starts[:-1]) // FLA_TILE)
     rows = counts_R.nonzero()[0]
