@@ -26,7 +26,8 @@ def slot(row_ptr_R, table_column, column_R, real_R):
 
 def launch(kernel, num_rows, *args, **constants):
     """Launch one of the four kernels, with one row per thread."""
-    kernel[(cdiv(num_rows, 128),)](*args, **constants, BLOCK=128, num_warps=4, enable_fp_fusion=True)
+    block = 128
+    kernel[(cdiv(num_rows, block),)](*args, **constants, BLOCK=block, num_warps=4, enable_fp_fusion=True)
 
 
 def dense(first: Tensor, *others: Tensor | None) -> list[Tensor]:

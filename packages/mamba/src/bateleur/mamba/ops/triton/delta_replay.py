@@ -205,7 +205,8 @@ def delta_replay_update(
     block_k, one_token = next_power_of_2(shape["KEY_DIM"]), max_query_len == 1
     entries, line = _TILE_ENTRIES if one_token else _SEVERAL_TILE_ENTRIES, min(_LINE, block_k)
     block_v = min(next_power_of_2(shape["VALUE_DIM"]), max(1, entries // block_k))
-    lines, decay_lines = (block_k // line, line), (1, 1) if shape["DECAYS"] == 1 else (block_k // line, line)
+    lines = block_k // line
+    decay_lines, decay_line = (1, 1) if shape["DECAYS"] == 1 else (lines, line)
     replay_kernel[(shape["HEADS"] * cdiv(shape["VALUE_DIM"], block_v), num_rows + 1)](
         state, ring_k, ring_u, ring_g, q, k, v, a, b, A, dt_bias,
         query_start_loc, slot, ring_row, ring_start, ring_len, o,
@@ -213,7 +214,7 @@ def delta_replay_update(
         state.stride(0), ring_k.stride(0), ring_u.stride(0), ring_g.stride(0),
         *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *a.stride()[:2], b.stride(0),
         CAPACITY=capacity, ONE_TOKEN=one_token, BLOCK_J=next_power_of_2(capacity), BLOCK_V=block_v,
-        LINES=lines[0], LINE=lines[1], DECAY_LINES=decay_lines[0], DECAY_LINE=decay_lines[1],
+        LINES=lines, LINE=line, DECAY_LINES=decay_lines, DECAY_LINE=decay_line,
         **shape, **LAUNCH | {"num_warps": 1},
     )  # fmt: skip
     return o

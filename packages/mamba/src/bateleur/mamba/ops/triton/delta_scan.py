@@ -4,7 +4,7 @@
    the triangular system of corrected values, which does not depend on the state (Yang et al., 2024).
 2. walk: the tiles of a request in order, with the state in registers; writes states to the slots `chunk_write`.
 
-The gated delta rule in bfloat16 uses `triton_tiles` instead of walk, with tiles of 64 tokens, if keys are aligned.
+The gated delta rule in bfloat16 uses `delta_tiles` instead of walk, with tiles of 64 tokens, if keys are aligned.
 
 Legend: T tokens of a tile, V value channels of a head's tile, K key channels, D decays of a head (1 or K).
 """

@@ -220,17 +220,18 @@ def ssd_scan_varlen(
     step, total = torch.empty((2, heads + -heads % 4, num_tokens), dtype=torch.float32, device=x.device)
     added = torch.empty((num_chunks, heads, head_dim, size), dtype=torch.float32, device=x.device)
     entering = torch.empty(added.shape, dtype=x.dtype, device=x.device)
-    steps_kernel[(num_chunks, cdiv(heads, 8))](
+    block_h, block_s = 8, 512
+    steps_kernel[(num_chunks, cdiv(heads, block_h))](
         dt, A, dt_bias, chunk_start_loc, step, total, num_tokens, dt.stride(0), dt_min, dt_max,
-        HEADS=heads, BLOCK_Q=next_power_of_2(chunk_size), BLOCK_H=8, **LAUNCH,
+        HEADS=heads, BLOCK_Q=next_power_of_2(chunk_size), BLOCK_H=block_h, **LAUNCH,
     )  # fmt: skip
     adds_kernel[(heads * cdiv(head_dim, own_p), num_chunks)](
         x, B, step, total, chunk_start_loc, added, num_tokens, *x.stride()[:2], *B.stride()[:2],
         BLOCK_K=min(longest, 32 if full else 64), BLOCK_P=own_p, num_warps=4, **products,
     )  # fmt: skip
-    passes_kernel[(cdiv(head_dim * size, 512), heads, num_rows)](
+    passes_kernel[(cdiv(head_dim * size, block_s), heads, num_rows)](
         ssm_state, added, total, chunk_start_loc, row_chunk_loc, read, chunk_write, entering,
-        num_tokens, ssm_state.stride(0), SIZE=head_dim * size, BLOCK_S=512, **LAUNCH | {"num_warps": 2},
+        num_tokens, ssm_state.stride(0), SIZE=head_dim * size, BLOCK_S=block_s, **LAUNCH | {"num_warps": 2},
     )  # fmt: skip
     tiles = cdiv(chunk_size, block_m)
     outputs_kernel[(heads * tiles, num_chunks + 1)](

@@ -110,9 +110,10 @@ def fold_window(conv_state, request_conv, ring_row, dst, page_offset):
     """Copy conv windows of running requests to state slots, in one launch for all layers."""
     require_dense(1, conv_state=conv_state, request_conv=request_conv)
     layers, _, keep, channels = conv_state.shape
-    tiles, num_rows = cdiv(channels, 512), dst.shape[0]
+    block_c, num_rows = 512, dst.shape[0]
+    tiles = cdiv(channels, block_c)
     window_kernel[(tiles, row_shares(num_rows, tiles * layers), layers)](
         conv_state, request_conv, ring_row, dst, page_offset, *conv_state.stride()[:3], *request_conv.stride()[:3],
-        num_rows, KEEP=keep, CHANNELS=channels, BLOCK_E=next_power_of_2(keep), BLOCK_C=512, BLOCK_R=256,
+        num_rows, KEEP=keep, CHANNELS=channels, BLOCK_E=next_power_of_2(keep), BLOCK_C=block_c, BLOCK_R=256,
         **LAUNCH,
     )  # fmt: skip
