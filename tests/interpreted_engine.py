@@ -105,9 +105,12 @@ def by_triton(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], Counter[
         operators |= {name: getattr(attention, form) for name, form in ATTENTION.items()}
         for name, kernel in operators.items():
             library.impl(name, counted(name, kernel), "CPU", allow_override=True)
-        for registry in (FORMS, LAYERS):  # a CPU calls these without the dispatcher
-            for name in registry:
-                monkeypatch.setitem(registry, name, Implementations(counted(name, operators[name])))
+        # A CPU calls these without the dispatcher.
+        for name, forms in FORMS.items():
+            monkeypatch.setattr(forms, "torch", counted(name, operators[name]))
+            monkeypatch.setattr(forms, "native", None)
+        for name in LAYERS:
+            monkeypatch.setitem(LAYERS, name, Implementations(counted(name, operators[name])))
         monkeypatch.setattr(TritonBackend, "unsupported_reason", lambda *_, **__: None)
 
         for name in PLANNERS:

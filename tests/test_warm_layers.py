@@ -120,7 +120,8 @@ def test_scans_of_prompts_are_launched_before_the_first_prompt(
         return call
 
     for name, forms in SCANS.items():
-        monkeypatch.setitem(MAMBA, name, Implementations(noting(name, forms.torch)))
+        monkeypatch.setattr(forms, "torch", noting(name, forms.torch))
+        monkeypatch.setattr(forms, "native", None)
     options = {"cudagraph_mode": "FULL_DECODE_ONLY", "attention_backend": "auto"}
     llm = LLM(tiny("nemotron_h"), **OPTIONS | options)
     now = 1

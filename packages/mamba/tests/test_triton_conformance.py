@@ -15,7 +15,7 @@ import torch
 from bateleur.mamba import GatedDelta, KimiDelta, Recurrence, ShortConv
 from bateleur.mamba.conformance import check_recurrence
 from bateleur.mamba.ops import FORMS
-from bateleur.metadata.dispatch import Implementations, load
+from bateleur.metadata.dispatch import load
 from one_token import one_token
 
 pytest.importorskip("triton", reason="triton is not installed")
@@ -39,8 +39,9 @@ def by_triton(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
         return call
 
-    for name in FORMS:
-        monkeypatch.setitem(FORMS, name, Implementations(counted(name)))
+    for name, forms in FORMS.items():
+        monkeypatch.setattr(forms, "torch", counted(name))
+        monkeypatch.setattr(forms, "native", None)
     return calls
 
 

@@ -40,7 +40,7 @@ def load(path: str) -> Any:
     return getattr(import_module(module), name)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Implementations(Generic[F]):
     """Implementations of one function. ``triton`` and ``native``: "module:name", loaded at the first call. ``native``
     returns :data:`UNSUPPORTED`, without side effects, for arguments that it does not support.
@@ -78,7 +78,7 @@ def define_op(
     name = name or like.__name__
     schema = infer_schema(like, mutates_args=tuple(mutates)).replace("SymInt", "int")
     library.define(name + schema)
-    library.impl(name, forms.torch if forms.native is None else partial(run_on_cpu, forms), "CPU")
+    library.impl(name, partial(run_on_cpu, forms), "CPU")
     library.impl(name, forms.torch if forms.triton is None else partial(_on_cuda, forms), "CUDA")
     register_fake(f"{library.ns}::{name}", fake, lib=library)
     return cast(F, getattr(getattr(torch.ops, library.ns), name).default)

@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Iterable
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, TypeVar, cast
 
 from torch import Tensor
@@ -40,10 +40,7 @@ def operator(
         def fake(*args: Any) -> Tensor | None:
             return None if position is None else args[position].new_empty(args[position].shape)
 
-        @wraps(form)
-        def on_cpu(*args: Any, **options: Any) -> Any:
-            return run_on_cpu(FORMS[name], *args, **options)
-
-        return skip_dispatcher(define_op(_library, form, forms, mutates=mutates, fake=fake), cast(F, on_cpu))
+        dispatched = define_op(_library, form, forms, mutates=mutates, fake=fake)
+        return skip_dispatcher(dispatched, cast(F, wraps(form)(partial(run_on_cpu, forms))))
 
     return declare
