@@ -180,11 +180,11 @@ def test_prompts_match_the_reference(shape, by_channel, dtype, state_dtype, tole
 @pytest.mark.parametrize(("dtype", "state_dtype", "tolerance"), DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_updates_match_the_reference(shape, by_channel, dtype, state_dtype, tolerance):
-    """Slots in place, and others."""
+    """Consecutive slots in place, and others; row 0 writes a slot that row 1 reads."""
     for lens in ([1, 1, 1], [1], [2, 2, 2], [3, 1, 2, 3], [2, 0, 1, 0]):
         batch = Batch(lens, shape, by_channel, dtype, state_dtype)
         own = torch.arange(1, 1 + len(lens))[:, None] + 10 * torch.arange(max(lens))
-        onward = torch.arange(1 + len(lens), 1 + len(lens) + own.numel()).view(own.shape)
+        onward = torch.arange(2, 2 + own.numel()).view(own.shape)
         for read in (range(1, 1 + len(lens)), [0 if n % 2 else n for n in range(1, 1 + len(lens))]):
             for write in (own, onward):
                 agree("delta_state_update", batch.update(read, write), range(batch.owned), tolerance)

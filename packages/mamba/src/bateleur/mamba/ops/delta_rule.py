@@ -174,9 +174,13 @@ def _update_states(state: Tensor, read: Tensor, write: Tensor, decay: Tensor, u:
             states.mul_(decay[:, :, t]).addcmul_(u[:, :, t], k[:, :, t])
             store_slots(state, write[:, t], states)
         return
+    reads, writes = read.tolist(), write.tolist()
+    writer = {dst: row for row, slots in enumerate(writes) for dst in slots}
+    # The states that an earlier row overwrites.
+    kept = {src: state[src].clone() for row, src in enumerate(reads) if src and writer.get(src, row) < row}
     # Row by row, so that a state stays in the cache, and in place, unless the state has another dtype.
-    for row, (src, slots) in enumerate(zip(read.tolist(), write.tolist(), strict=True)):
-        own = state[src].to(u.dtype) if src else u.new_zeros(state.shape[1:])
+    for row, (src, slots) in enumerate(zip(reads, writes, strict=True)):
+        own = kept.get(src, state[src]).to(u.dtype) if src else u.new_zeros(state.shape[1:])
         for t, dst in enumerate(slots):
             own = torch.mul(own, decay[row, :, t], out=state[dst].to(u.dtype)).addcmul_(u[row, :, t], k[row, :, t])
             state[dst] = own
@@ -235,6 +239,8 @@ def delta_replay_update(
     kq, new_v, g, beta = (to_rows(each, tokens, full).transpose(1, 2).contiguous() for each in inputs)
 
     def before(slot: Tensor, row: Tensor, start: Tensor, count: Tensor, probes: Tensor) -> Tensor:
+        if count.device.type == "cpu" and int(count) <= 0:  # an empty ring
+            return _apply(state, slot, probes)
         old_k, old_u, under = _entries(rings, row, start, count, dtype)
         return _apply(state, slot, probes * under).add_((probes @ old_k.mT) @ old_u)
 
