@@ -3,16 +3,20 @@
 import random
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import partial
 from inspect import CO_GENERATOR
+from io import StringIO
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
 import pytest
+import tqdm
 
 import bateleur.runner
 from bateleur.runner import LLM, CompletionOutput, RequestOutput, RequestOutputKind, SamplingParams
+from bateleur.runner.engine_thread import AdmissionLimit
 
 SOURCES = str(Path(bateleur.runner.__file__).parents[2])
 """The folder of `bateleur`: where an interrupt may come."""
@@ -306,6 +310,21 @@ def test_an_interrupted_generate_leaves_the_others_as_they_were(llm: LLM) -> Non
     assert_idle(llm)
 
 
+def test_an_interrupt_in_the_bar_ends_the_requests_at_once(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Terminal(StringIO):
+        def write(self, text: str) -> int:
+            if "2/4" in text:
+                raise KeyboardInterrupt
+            return super().write(text)
+
+    bar = partial(tqdm.tqdm, mininterval=0, miniters=1, file=Terminal())
+    monkeypatch.setattr(tqdm, "tqdm", bar)
+    with pytest.raises(KeyboardInterrupt) as caught:
+        llm.generate(PROMPTS, PARAMS, use_tqdm=True)
+    assert_idle(llm)
+    assert caught.tb is not None  # keeps all frames of the call
+
+
 def test_an_interrupted_stream_leaves_nothing(llm: LLM) -> None:
     (expected,) = llm.generate(PROMPTS[3], PARAMS[3])
     outputs = interrupted(lambda: list(llm.stream(PROMPTS[3], PARAMS[3])), lambda: assert_idle(llm))
@@ -313,6 +332,25 @@ def test_an_interrupted_stream_leaves_nothing(llm: LLM) -> None:
     for output in outputs[1:]:
         outputs[0].add(output)
     assert told(outputs[0]) == told(expected)
+
+
+class GeneratorInterrupter(Interrupter):
+    """Interrupts only where a generator begins or goes on."""
+
+    def _counts(self, code: CodeType) -> bool:
+        return code.co_filename.endswith(self.files) and bool(code.co_flags & CO_GENERATOR)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # those that are closed
+def test_interrupted_generators_leave_names_for_later_requests(llm: LLM) -> None:
+    limit = AdmissionLimit(1, 100)
+    for make in (lambda: llm._input_processor.request("x").request_id, lambda: limit.take([None], 1)[0]):
+        interrupter, names = GeneratorInterrupter(("input_processor.py", "engine_thread.py")), set[str]()
+        for _ in range(20):
+            with suppress(KeyboardInterrupt), interrupter.watching():
+                names.add(make())
+        assert interrupter.seen
+        assert len(names) > 9
 
 
 def test_an_interrupted_add_adds_nothing(llm: LLM) -> None:

@@ -33,7 +33,7 @@ class AdmissionLimit:
         self._running, self._waiting = running, waiting
         self._taken: dict[str, int] = {}
         self._lock = Lock()
-        self._names = (f"request-{i}" for i in count(1))
+        self._names = map("request-{}".format, count(1))  # a signal in the frame of a generator would end it
 
     def __len__(self) -> int:
         return len(self._taken)

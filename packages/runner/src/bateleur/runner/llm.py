@@ -145,10 +145,13 @@ class LLM:
             priority=priority,
             lora_request=lora_request,
         )
+        results: dict[str, RequestOutput] = {}
         from tqdm import tqdm
 
-        outputs = tqdm(self._run(requests), total=len(requests), unit="request", disable=not use_tqdm)
-        results = {output.request_id: output for output in outputs}
+        with tqdm(total=len(requests), unit="request", disable=not use_tqdm) as bar:
+            for output in self._run(requests):  # not `tqdm(...)`: a traceback would keep the generator open
+                results[output.request_id] = output
+                bar.update(1)
         return [results[request.request_id] for request in requests]
 
     def chat(

@@ -63,7 +63,7 @@ class InputProcessor:
         self._lock = Lock()
         """Guards the attributes below."""
         self._num_admitted = 0
-        self._names = (f"request-{i}" for i in count(1))
+        self._names = map("request-{}".format, count(1))  # a signal in the frame of a generator would end it
 
     def request(
         self,
