@@ -11,7 +11,7 @@ cache.
 
 # Shape letters: R rows of a step, T tokens of a step.
 
-from bisect import insort
+from bisect import bisect_left, insort
 from collections.abc import Iterable
 
 import numpy as np
@@ -123,7 +123,9 @@ class Scheduler:
         elif request.leader in self._followers and request in self._followers[request.leader]:
             self._followers[request.leader].remove(request)
         else:
-            self.waiting.remove(request)
+            index = bisect_left(self.waiting, service_order(request), key=service_order)
+            assert self.waiting[index] is request
+            del self.waiting[index]
 
     def _has_prompt(self, leader: Request) -> bool:
         """Return whether the prompt of a request is computed, or never will be because the request has ended."""
