@@ -27,6 +27,7 @@ def test_the_tree_is_the_one_that_is_drawn() -> None:
     for name, parent in parents.items():
         if parent:
             assert parent in {base.__name__ for base in getattr(errors, name).__bases__}, name
+    assert {name for name, parent in parents.items() if parent} == set(errors.__all__)
 
 
 def test_every_exception_of_the_packages_is_in_it() -> None:
@@ -37,4 +38,12 @@ def test_every_exception_of_the_packages_is_in_it() -> None:
                 bases = {base.id for base in node.bases if isinstance(base, ast.Name)}
                 if any(base in parents or base.endswith(("Error", "Exception")) for base in bases):
                     found.add(node.name)
-    assert found == {name for name, parent in parents.items() if parent}
+    assert found == set(errors.__all__)
+
+
+def test_other_names_of_their_modules_are_not_in_it() -> None:
+    for name in ("BatchLimits", ""):
+        assert not hasattr(errors, name)
+    found: dict[str, type] = {}
+    exec("from bateleur.runner.errors import *", found)
+    assert found.keys() - {"__builtins__"} == set(errors.__all__)

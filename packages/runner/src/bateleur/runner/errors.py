@@ -40,32 +40,80 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from bateleur.cudagraph.errors import AddressMoved as AddressMoved
-    from bateleur.cudagraph.errors import CaptureError as CaptureError
-    from bateleur.cudagraph.errors import DanglingExternal as DanglingExternal
-    from bateleur.cudagraph.errors import GraphError as GraphError
-    from bateleur.cudagraph.errors import HostSync as HostSync
-    from bateleur.cudagraph.errors import KeyMismatch as KeyMismatch
-    from bateleur.cudagraph.errors import NotCaptured as NotCaptured
-    from bateleur.cudagraph.errors import ReplayFailed as ReplayFailed
-    from bateleur.cudagraph.errors import SharedState as SharedState
-    from bateleur.cudagraph.errors import SignatureMismatch as SignatureMismatch
-    from bateleur.cudagraph.errors import StaleState as StaleState
-    from bateleur.eagle.borrow import BorrowError as BorrowError
-    from bateleur.metadata.conformance.errors import ConformanceError as ConformanceError
-    from bateleur.metadata.native import NoCompiler as NoCompiler
-    from bateleur.metadata.seq_len_bound import InexactBound as InexactBound
-    from bateleur.metadata.validate import BatchInvariant as BatchInvariant
+    from bateleur.cudagraph.errors import (
+        AddressMoved,
+        CaptureError,
+        DanglingExternal,
+        GraphError,
+        HostSync,
+        KeyMismatch,
+        NotCaptured,
+        ReplayFailed,
+        SharedState,
+        SignatureMismatch,
+        StaleState,
+    )
+    from bateleur.eagle.borrow import BorrowError
+    from bateleur.metadata.conformance.errors import ConformanceError
+    from bateleur.metadata.native import NoCompiler
+    from bateleur.metadata.seq_len_bound import InexactBound
+    from bateleur.metadata.validate import BatchInvariant
 else:
-    _HOMES = ("cudagraph.errors", "metadata.validate", "metadata.seq_len_bound", "metadata.native", "eagle.borrow")
+    _GRAPHS = "cudagraph.errors"
+    _MODULES = {
+        "AddressMoved": _GRAPHS,
+        "BatchInvariant": "metadata.validate",
+        "BorrowError": "eagle.borrow",
+        "CaptureError": _GRAPHS,
+        "ConformanceError": "metadata.conformance.errors",
+        "DanglingExternal": _GRAPHS,
+        "GraphError": _GRAPHS,
+        "HostSync": _GRAPHS,
+        "InexactBound": "metadata.seq_len_bound",
+        "KeyMismatch": _GRAPHS,
+        "NoCompiler": "metadata.native",
+        "NotCaptured": _GRAPHS,
+        "ReplayFailed": _GRAPHS,
+        "SharedState": _GRAPHS,
+        "SignatureMismatch": _GRAPHS,
+        "StaleState": _GRAPHS,
+    }
 
     def __getattr__(name: str) -> object:
         """Import an exception of another package on first use, because those packages import torch."""
-        for home in (*_HOMES, "metadata.conformance.errors") if name[0].isupper() else ():
-            module = import_module(f"bateleur.{home}")
-            if hasattr(module, name):
-                return getattr(module, name)
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        if name not in _MODULES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return getattr(import_module(f"bateleur.{_MODULES[name]}"), name)
+
+
+__all__ = [
+    "AdaptersBusy",
+    "AddressMoved",
+    "BatchInvariant",
+    "BorrowError",
+    "CaptureError",
+    "CollectiveBroken",
+    "ConformanceError",
+    "ContextLengthExceeded",
+    "DanglingExternal",
+    "EngineDead",
+    "GraphError",
+    "HostSync",
+    "InexactBound",
+    "KeyMismatch",
+    "MissingExtra",
+    "NoCompiler",
+    "NotCaptured",
+    "PrefixRefused",
+    "QueueFull",
+    "RankFailed",
+    "ReplayFailed",
+    "ReplicaLost",
+    "SharedState",
+    "SignatureMismatch",
+    "StaleState",
+    "Unmeasured",
+]
 
 
 class QueueFull(RuntimeError):
