@@ -317,6 +317,8 @@ MORE: list[tuple[str, dict[str, Any], str]] = [
     ),
     ("lfm2", {"layer_types": None}, "layer_types or full_attn_idxs is missing; it says what the layers are"),
     ("lfm2", {"num_attention_heads": 5}, "num_attention_heads is 5; it must divide hidden_size = 48"),
+    ("lfm2", {"block_ffn_dim_multiplier": 1e-9}, "intermediate_size is 0; it must be at least 1"),
+    ("lfm2", {"intermediate_size": 1}, "intermediate_size is 0; it must be at least 1"),
     ("lfm2_moe", {"num_experts_per_tok": 8}, "num_experts_per_tok is 8; it must be at most 7: num_experts = 7"),
     ("lfm2_moe", {"scoring_func": "softmax"}, "scoring_func is 'softmax'; supported is 'sigmoid'"),
     ("bamba", {"mamba_n_groups": 4}, "mamba_n_groups is 4; it must divide mamba_n_heads = 6"),

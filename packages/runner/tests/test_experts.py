@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,7 +19,7 @@ from bateleur.runner.models import grouped
 from bateleur.runner.models.experts import Experts
 from bateleur.runner.models.grouped import GroupedProjection, grouped_product, masked_products
 from bateleur.runner.models.router import route, sort_places
-from bateleur.runner.models.spec import ExpertsLayer, MlpLayer, RouterSpec
+from bateleur.runner.models.spec import ExpertsLayer, MlpLayer, ModelSpec, ParallelLayer, RouterSpec
 
 ROUTERS = {
     "Qwen3.5 and Granite": RouterSpec(),
@@ -313,3 +313,69 @@ def test_a_branch_is_captured_on_cuda(layer: Experts, dtype: torch.dtype) -> Non
     graph.replay()
     # Entries are sums of large terms of both signs, so the error is relative to the norm.
     assert (y.double() - wanted).norm() <= (1e-5 if dtype == torch.float32 else 4e-2) * wanted.norm()
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"num_experts": 0}, "num_experts is 0; it must be at least 1"),
+        ({"top_k": 10}, "top_k is 10; it must be at most 9 of num_experts = 9, in 1 of 1 groups"),
+        ({"activation": "gelu"}, "activation is 'gelu'; supported are 'relu2', 'silu', "),
+        ({"shared": None}, "shared_gate is True and shared None; it must be False without shared experts"),
+        ({"latent_size": 0}, "latent_size is 0; it must be at least 1"),
+    ],
+)
+def test_layers_that_can_not_be(fields: dict[str, Any], message: str) -> None:
+    known = {"num_experts": 9, "top_k": 4, "intermediate_size": 12, "router": RouterSpec()}
+    with pytest.raises(ValueError, match=message):
+        ExpertsLayer(**(known | {"shared": MlpLayer(20), "shared_gate": True} | fields))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"scores": "tanh"}, "scores is 'tanh'; supported are 'softmax' and 'sigmoid'"),
+        ({"num_groups": 2, "top_groups": 3}, "top_groups is 3; it must be at most num_groups = 2"),
+        ({"corrected": True}, "scores is 'softmax'; a correction and groups need 'sigmoid'"),
+    ],
+)
+def test_routers_that_can_not_be(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        RouterSpec(**fields)
+
+
+@pytest.mark.parametrize(("groups", "message"), [(2, "must divide"), (9, "a group needs two")])
+def test_groups_that_can_not_be(groups: int, message: str) -> None:
+    router = RouterSpec(scores="sigmoid", num_groups=groups)
+    with pytest.raises(ValueError, match=f"num_groups is {groups}; .*{message}"):
+        ExpertsLayer(num_experts=9, top_k=1, intermediate_size=12, router=router)
+
+
+MLP = MlpLayer(8)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: MlpLayer(0), "intermediate_size is 0; it must be at least 1"),
+        (lambda: ParallelLayer(()), "parts has 0 entries and factors 1; each part needs a factor"),
+        (lambda: ParallelLayer((MLP,), (1.0, 2.0)), "parts has 1 entries and factors 2; each part needs a factor"),
+        (
+            lambda: ParallelLayer((MLP, MLP), (1.0, 1.0), norm_last=True),
+            "norm_last or output_norm is True; it goes with one part, and parts has 2 entries",
+        ),
+        (
+            lambda: ParallelLayer((MLP,), norm_last=True, output_norm=True),
+            "norm_last and output_norm are True; what a part returns has one norm",
+        ),
+        (lambda: ModelSpec("", 0, 8, (MLP,), 1e-5), "vocab_size is 0; it must be at least 1"),
+        (lambda: ModelSpec("", 9, 8, (MLP,), 1e-5, logits_divisor=0.0), "logits_divisor is 0; logits are divided by"),
+        (
+            lambda: ModelSpec("", 9, 8, (MLP,) * 3, 1e-5, branches_per_layer=2),
+            "layers has 3 entries; it must be a multiple of branches_per_layer = 2",
+        ),
+    ],
+)
+def test_models_that_can_not_be(make: Callable[[], object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()

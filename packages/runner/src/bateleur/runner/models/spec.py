@@ -7,7 +7,7 @@ as long. Branches that read the same norm, as in Falcon-H1, are the parts of a `
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Literal, Self
+from typing import Literal, Self, get_args
 
 from bateleur.mamba import GatedDelta, KimiDelta, Mamba2, Recurrence, ShortConv
 from bateleur.runner.models.rope import DynamicRope, RopeSpec
@@ -77,6 +77,10 @@ class MlpLayer:
     gated: bool = True
     bias: bool = False
 
+    def __post_init__(self) -> None:
+        _positive(self, "intermediate_size")
+        _known(self.activation)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterSpec:
@@ -99,6 +103,15 @@ class RouterSpec:
     num_groups: int = 1
     top_groups: int = 1
     """Number of groups to choose from, ranked by the sum of their two best scores."""
+
+    def __post_init__(self) -> None:
+        _positive(self, "num_groups", "top_groups")
+        if self.scores not in ("softmax", "sigmoid"):
+            raise ValueError(f"scores is {self.scores!r}; supported are 'softmax' and 'sigmoid'")
+        if self.top_groups > self.num_groups:
+            raise ValueError(f"top_groups is {self.top_groups}; it must be at most num_groups = {self.num_groups}")
+        if self.scores == "softmax" and (self.corrected or self.num_groups > 1):
+            raise ValueError("scores is 'softmax'; a correction and groups need 'sigmoid'")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,6 +136,24 @@ class ExpertsLayer:
     latent_bias: bool = False
     own: tuple[int, int] | None = None
     """In a rank's part: range of its experts; None: all."""
+
+    def __post_init__(self) -> None:
+        _positive(self, "num_experts", "top_k", "intermediate_size")
+        if self.latent_size is not None:
+            _positive(self, "latent_size")
+        _known(self.activation)
+        count, groups = self.num_experts, self.router.num_groups
+        if count % groups:
+            raise ValueError(f"num_groups is {groups}; it must divide num_experts = {count}")
+        if groups > 1 and count < 2 * groups:
+            raise ValueError(f"num_groups is {groups}; a group needs two of num_experts = {count}")
+        if self.top_k > (most := count // groups * self.router.top_groups):
+            raise ValueError(
+                f"top_k is {self.top_k}; it must be at most {most} of num_experts = {count}, in "
+                f"{self.router.top_groups} of {groups} groups"
+            )
+        if self.shared_gate and self.shared is None:
+            raise ValueError("shared_gate is True and shared None; it must be False without shared experts")
 
     @property
     def num_own(self) -> int:
@@ -186,6 +217,18 @@ class ParallelLayer:
     output_norm: bool = False
     """Whether a second norm is applied to what the only part returns."""
 
+    def __post_init__(self) -> None:
+        if (self.norm_last or self.output_norm) and len(self.parts) > 1:
+            raise ValueError(
+                f"norm_last or output_norm is True; it goes with one part, and parts has {len(self.parts)} entries"
+            )
+        if self.norm_last and self.output_norm:
+            raise ValueError("norm_last and output_norm are True; what a part returns has one norm")
+        if not self.parts or len(self.parts) != len(self.factors):
+            raise ValueError(
+                f"parts has {len(self.parts)} entries and factors {len(self.factors)}; each part needs a factor"
+            )
+
 
 Layer = SingleLayer | ParallelLayer
 
@@ -227,8 +270,16 @@ class ModelSpec:
     """Entries of `layers` per layer of the checkpoint: 2 for a mixer and an MLP."""
 
     def __post_init__(self) -> None:
+        _positive(self, "vocab_size", "hidden_size", "max_position_embeddings")
         if not self.layers:
             raise ValueError("layers is empty; a model needs at least one")
+        if len(self.layers) % self.branches_per_layer:
+            raise ValueError(
+                f"layers has {len(self.layers)} entries; it must be a multiple of branches_per_layer = "
+                f"{self.branches_per_layer}"
+            )
+        if self.logits_divisor == 0.0:
+            raise ValueError("logits_divisor is 0; logits are divided by it")
 
     def prefixed(self, i: int) -> list[tuple[str, SingleLayer]]:
         """Return the branches of layer i with the prefixes of their weights: `layers.3.`, in parallel `layers.3.1.`."""
@@ -296,3 +347,14 @@ class ModelSpec:
     def recurrent(self) -> tuple[RecurrentLayer, ...]:
         """Recurrent layers, in the order of the state pool."""
         return tuple(each for each in self.mixers if isinstance(each, RecurrentLayer))
+
+
+def _positive(spec: object, *names: str) -> None:
+    for name in names:
+        if (value := getattr(spec, name)) < 1:
+            raise ValueError(f"{name} is {value}; it must be at least 1")
+
+
+def _known(activation: str) -> None:
+    if activation not in (known := get_args(Activation)):
+        raise ValueError(f"activation is {activation!r}; supported are {', '.join(map(repr, known))}")
