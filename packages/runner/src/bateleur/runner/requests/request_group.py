@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from typing import NamedTuple
 
 from bateleur.runner.lora.adapter_manager import LoRARequest
@@ -42,8 +43,9 @@ class RequestGroup:
     """LoRA adapter of all members; None for the base model."""
     members: list[Request] = field(default_factory=list)
 
-    def __reduce__(self) -> tuple[type, tuple[object, ...]]:
-        return RequestGroup, tuple(getattr(self, each.name) for each in fields(self)[:-1])
+    def __reduce__(self) -> tuple[partial["RequestGroup"], tuple[()]]:
+        names = (each.name for each in fields(self) if each.name != "members")
+        return partial(RequestGroup, **{name: getattr(self, name) for name in names}), ()
 
     @property
     def finished(self) -> bool:
