@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from bateleur.metadata.dispatch import load
-from bateleur.runner.models import attention, mlp  # noqa: F401  define the operators
+from bateleur.runner.models import attention, mlp  # noqa: F401  attention defines operators
 from bateleur.runner.models.operators import FORMS
 from bateleur.runner.models.spec import Activation
 
@@ -41,6 +41,11 @@ def test_the_kernel_says_what_the_torch_form_says(name: str, gated: bool, dtype:
         places = 2**-6 if dtype == torch.bfloat16 else 2e-6
         nearly_zero = 1e-5 if name == "gelu_tanh" else 1e-6  # torch rounds 1 + tanh, which is next to 0 there
         torch.testing.assert_close(found, wanted, rtol=places, atol=nearly_zero, equal_nan=True)
+
+
+def test_arguments_may_be_given_by_name() -> None:
+    x, by = torch.randn(2, 3, 8)
+    assert torch.equal(mlp.gate(x, by=by, name="silu"), mlp.gate(x, by, "silu"))
 
 
 @interpreted

@@ -37,8 +37,8 @@ def operator(
         dispatched = dispatch.define_op(_library, form, found, mutates=mutates, fake=fake)
 
         @wraps(form)
-        def on_cpu(*args: Any) -> Any:
-            return dispatch.run_on_cpu(FORMS[name], *args)
+        def on_cpu(*args: Any, **options: Any) -> Any:
+            return dispatch.run_on_cpu(FORMS[name], *args, **options)
 
         return dispatch.skip_dispatcher(dispatched, cast(F, on_cpu))
 
