@@ -168,11 +168,12 @@ class AdapterManager:
         if known is None:
             try:
                 matrices = self._read_files(source)
-                files = [(source / name).read_bytes() for name in (CONFIG, WEIGHTS)]
+                digest = blake2b(digest_size=_DIGEST_BYTES)
+                for name in (CONFIG, WEIGHTS):
+                    digest.update((source / name).read_bytes())
             except OSError as error:
                 raise ValueError(f"lora_path={source}: {error}") from error
-            digest = blake2b(b"".join(files), digest_size=_DIGEST_BYTES).digest()
-            known = self._loaded[adapter.lora_name] = _Loaded(source, digest, matrices)
+            known = self._loaded[adapter.lora_name] = _Loaded(source, digest.digest(), matrices)
         elif adapter.lora_path and known.folder != source:
             raise ValueError(f"{named}: is loaded from {known.folder}; unload it first")
         return known
