@@ -13,14 +13,19 @@ from bateleur.runner.models.rope import DynamicRope, LongRope, RopeSpec
 from bateleur.runner.models.spec import AttentionLayer, ExpertsLayer, Layer, MambaLayer, MlpLayer, ModelSpec, RouterSpec
 from bateleur.runner.utils.arguments import Integer, maybe, refuse
 
-MAMBA_FIELDS = (
-    "hidden_act mamba_n_heads mamba_d_head mamba_d_state mamba_n_groups mamba_d_conv mamba_chunk_size mamba_conv_bias "
-    "mamba_proj_bias rms_norm_eps"
-)
-"""Fields of a Mamba layer in most files: activation, numbers and sizes of heads, state size, groups, convolution width,
-chunk size, biases of convolution and projections, epsilon."""
-
-
+MAMBA_FIELDS = {
+    "activation": "hidden_act",
+    "num_heads": "mamba_n_heads",
+    "head_dim": "mamba_d_head",
+    "state_size": "mamba_d_state",
+    "num_groups": "mamba_n_groups",
+    "conv_width": "mamba_d_conv",
+    "chunk_size": "mamba_chunk_size",
+    "conv_bias": "mamba_conv_bias",
+    "proj_bias": "mamba_proj_bias",
+    "norm_eps": "rms_norm_eps",
+}
+"""Default field names of a Mamba layer."""
 _FIELDS = {"num_experts": "num_experts", "top_k": "num_experts_per_tok", "intermediate_size": "moe_intermediate_size"}
 LOCAL_FIELDS = {"num_experts": "num_local_experts", "intermediate_size": "intermediate_size"}
 """Fields of GraniteMoeHybrid and gpt-oss."""
@@ -97,18 +102,23 @@ class ConfigFields:
         )
 
     def mamba(
-        self, names: str = MAMBA_FIELDS, limits: tuple[float, float] | None = None, dtype: torch.dtype = torch.float32
+        self,
+        names: Mapping[str, str] = MAMBA_FIELDS,
+        limits: tuple[float, float] | None = None,
+        dtype: torch.dtype = torch.float32,
     ) -> MambaLayer:
-        """Build a Mamba-2 layer. names: its config fields, in the order of `MAMBA_FIELDS`.
+        """Build a Mamba-2 layer. names: name of the config field for each size.
 
         limits: bounds of dt after softplus; None: `time_step_limit`. dtype: dtype of the recurrent states.
         """
-        activation, heads, head_dim, state_size, groups, width, *others = names.split()
-        self.choice(activation, ("silu",))
-        self.divides(groups, heads)
+        self.choice(names["activation"], ("silu",))
+        self.divides(names["num_groups"], names["num_heads"])
         low, high = limits or maybe(limits_of_dt)("time_step_limit", self.raw("time_step_limit")) or (0.0, math.inf)
-        state = Mamba2(self[heads], self[head_dim], self[state_size], self[groups], conv_width=self[width])
-        return MambaLayer(replace(state, dt_min=low, dt_max=high, ssm_dtype=dtype), *(self[name] for name in others))
+        read = {ours: self[name] for ours, name in names.items() if ours != "activation"}
+        sizes = ("num_heads", "head_dim", "state_size", "num_groups", "conv_width")
+        numbers = {name: read.pop(name) for name in sizes}
+        state = Mamba2(**numbers, dt_min=low, dt_max=high, ssm_dtype=dtype)
+        return MambaLayer(state, **read)
 
     def gated_mlp(self) -> MlpLayer:
         """Read a gated MLP from Llama's field names. Without a field `mlp_bias` there are no biases."""

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -100,9 +100,15 @@ class WeightPart:
 
 Names = dict[str, WeightPart]
 """Checkpoint tensor names and the parts that they fill."""
-Called = tuple[str, str] | tuple[str, str, Callable[[Any], Names]]
-"""Names of a branch and of the norm before it. A third entry returns the weight names of a layer, after the name of the
-branch, if they are not the usual ones."""
+
+
+class Called(NamedTuple):
+    """Names of a branch, of the norm before it, and of its weights."""
+
+    branch: str
+    norm: str
+    names: Callable[[Any], Names] | None = None
+    """Returns the weight names of a layer, after the name of the branch; None: the usual ones."""
 
 
 def stacked(target: str, sources: Mapping[str, int | None], ending: str = "weight") -> Names:
@@ -206,9 +212,10 @@ class ExpertNames:
         return found
 
 
+_MLP = Called("mlp", "post_attention_layernorm")
 _MIXERS: Mapping[type[SingleLayer], Called | ExpertNames] = {
-    AttentionLayer: ("self_attn", "input_layernorm"),
-    MambaLayer: ("mamba", "input_layernorm"),
+    AttentionLayer: Called("self_attn", "input_layernorm"),
+    MambaLayer: Called("mamba", "input_layernorm"),
     ExpertsLayer: ExpertNames(),
 }
 _USUAL: Mapping[type[SingleLayer], Callable[[Any], Names]] = {
@@ -220,7 +227,7 @@ _USUAL: Mapping[type[SingleLayer], Callable[[Any], Names]] = {
 
 def weight_names(
     spec: ModelSpec,
-    mlp: Called = ("mlp", "post_attention_layernorm"),
+    mlp: Called = _MLP,
     mixers: Mapping[type[SingleLayer], Called | ExpertNames] = {},
     *,
     stem: str = "model",
@@ -248,9 +255,8 @@ def _layer_names(layer: SingleLayer, called: Called | ExpertNames) -> tuple[str,
     if isinstance(called, ExpertNames):
         assert isinstance(layer, ExpertsLayer)
         return called.norm, called.of(layer)
-    branch, norm, *given = called
-    (names,) = given or (_USUAL[type(layer)],)
-    return norm, _behind(branch, names(layer))
+    names = called.names or _USUAL[type(layer)]
+    return called.norm, _behind(called.branch, names(layer))
 
 
 def _behind(branch: str, names: Names) -> Names:

@@ -8,7 +8,7 @@ from bateleur.runner.checkpoint.names import Names
 from bateleur.runner.models.spec import Layer, ModelSpec
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MtpNames:
     """Layers of an MTP head (tensors named as the target's), and names of its other tensors, without `mtp.`."""
 

@@ -9,6 +9,7 @@ from bateleur.mamba import GatedDelta, KimiDelta
 from bateleur.runner.checkpoint.families.base import Family, MtpNames
 from bateleur.runner.checkpoint.fields import ConfigFields
 from bateleur.runner.checkpoint.names import (
+    Called,
     ExpertNames,
     Names,
     StorageForm,
@@ -121,7 +122,7 @@ def _qwen3_next(fields: ConfigFields) -> ModelSpec:
 def _qwen_names(spec: ModelSpec, sources: Mapping[str, str], *, packed: bool = False) -> Names:
     """Return the weight names of a decoder. sources, packed: see `_delta_names`."""
     names = partial(_delta_names, sources=sources, packed=packed)
-    return norms_less_one(weight_names(spec, mixers={DeltaLayer: ("linear_attn", "input_layernorm", names)}))
+    return norms_less_one(weight_names(spec, mixers={DeltaLayer: Called("linear_attn", "input_layernorm", names)}))
 
 
 def _mtp_layers(fields: ConfigFields, spec: ModelSpec) -> tuple[tuple[Layer, ...], int]:
@@ -177,7 +178,7 @@ def _olmo_hybrid_names(spec: ModelSpec) -> Names:
         "input_layernorm": ("post_attention_layernorm", "feedforward_layer_norm"),
         "post_attention_layernorm": ("post_feedforward_layernorm",),
     }
-    usual = weight_names(spec, mixers={DeltaLayer: ("linear_attn", "input_layernorm", _olmo_delta_names)})
+    usual = weight_names(spec, mixers={DeltaLayer: Called("linear_attn", "input_layernorm", _olmo_delta_names)})
     for name, part in usual.items():
         layer, _, norm = name.removesuffix(".weight").rpartition(".")
         if norm not in before:
@@ -265,7 +266,7 @@ def _latent_names(layer: LatentLayer) -> Names:
 
 
 def _kimi_names(spec: ModelSpec) -> Names:
-    delta, latent = (("self_attn", "input_layernorm", names) for names in (_kimi_delta_names, _latent_names))
+    delta, latent = (Called("self_attn", "input_layernorm", names) for names in (_kimi_delta_names, _latent_names))
     names = weight_names(spec, mixers={DeltaLayer: delta, LatentLayer: latent, ExpertsLayer: _EXPERTS})
     # transformers writes the dense layers, too, under the name of the experts.
     return {
@@ -277,7 +278,13 @@ def _kimi_names(spec: ModelSpec) -> Names:
 _of_kinds = partial(Family, kinds=("linear_attention", "full_attention"))
 _qwen = partial(
     _of_kinds,
-    mtp=MtpNames(_mtp_layers, "pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm"),
+    mtp=MtpNames(
+        layers=_mtp_layers,
+        token_norm="pre_fc_norm_embedding",
+        hidden_norm="pre_fc_norm_hidden",
+        fc="fc",
+        final_norm="norm",
+    ),
     needs=("layer_types", "full_attention_interval"),
 )
 _QWEN3_5 = {"in_proj_qkv": "qkv", "in_proj_z": "z", "in_proj_b": "b", "in_proj_a": "a"}

@@ -6,7 +6,7 @@ from typing import Any
 
 from bateleur.runner.checkpoint.families.base import INERT, Family
 from bateleur.runner.checkpoint.fields import LOCAL_FIELDS, WINDOW_KINDS, ConfigFields
-from bateleur.runner.checkpoint.names import ExpertNames, Names, WeightPart, norms_less_one, weight_names, whole
+from bateleur.runner.checkpoint.names import Called, ExpertNames, Names, WeightPart, norms_less_one, weight_names, whole
 from bateleur.runner.models.spec import AttentionLayer, ExpertsLayer, MlpLayer, ModelSpec, ParallelLayer, RouterSpec
 from bateleur.runner.utils.arguments import refuse
 
@@ -99,7 +99,7 @@ def _gemma3(fields: ConfigFields) -> ModelSpec:
 
 
 def _gemma3_names(spec: ModelSpec) -> Names:
-    names = weight_names(spec, ("mlp", "pre_feedforward_layernorm"))
+    names = weight_names(spec, Called("mlp", "pre_feedforward_layernorm"))
     for i in range(len(spec.layers)):
         norm = ("post_attention_layernorm", "post_feedforward_layernorm")[i % 2]
         names[f"model.layers.{i // 2}.{norm}.weight"] = WeightPart(f"layers.{i}.output_norm")
@@ -158,8 +158,8 @@ FAMILIES = (
         _olmo3,
         partial(
             weight_names,
-            mlp=("mlp", "post_feedforward_layernorm"),
-            mixers={AttentionLayer: ("self_attn", "post_attention_layernorm")},
+            mlp=Called("mlp", "post_feedforward_layernorm"),
+            mixers={AttentionLayer: Called("self_attn", "post_attention_layernorm")},
         ),
         kinds=WINDOW_KINDS,
     ),
@@ -169,8 +169,8 @@ FAMILIES = (
         _phi3,
         partial(
             weight_names,
-            mlp=("mlp", "post_attention_layernorm", whole(up="gate_up_proj", down="down_proj")),
-            mixers={AttentionLayer: ("self_attn", "input_layernorm", whole(qkv="qkv_proj", o="o_proj"))},
+            mlp=Called("mlp", "post_attention_layernorm", whole(up="gate_up_proj", down="down_proj")),
+            mixers={AttentionLayer: Called("self_attn", "input_layernorm", whole(qkv="qkv_proj", o="o_proj"))},
         ),
     ),
     Family("qwen2", "Qwen2ForCausalLM", _qwen2, weight_names, kinds=WINDOW_KINDS),

@@ -9,6 +9,7 @@ from bateleur.mamba import ShortConv
 from bateleur.runner.checkpoint.families.base import INERT, Family, MtpNames
 from bateleur.runner.checkpoint.fields import LOCAL_FIELDS, ConfigFields
 from bateleur.runner.checkpoint.names import (
+    Called,
     ExpertNames,
     Names,
     StorageForm,
@@ -44,7 +45,9 @@ def _bamba(fields: ConfigFields) -> ModelSpec:
     return fields.model([attention if i in indices else mamba for i in range(num_layers)], fields.gated_mlp())
 
 
-_feed_forward_names = partial(weight_names, mlp=("feed_forward", "pre_ff_layernorm"), final_norm="final_layernorm")
+_feed_forward_names = partial(
+    weight_names, mlp=Called("feed_forward", "pre_ff_layernorm"), final_norm="final_layernorm"
+)
 
 # --- Falcon-H1: parallel attention and Mamba-2 in every layer, then a gated MLP, with multipliers ------------------
 
@@ -122,11 +125,19 @@ def _granitemoehybrid(fields: ConfigFields) -> ModelSpec:
 
 # --- NemotronH: one branch per layer (Mamba-2, attention without rotary embedding, an ungated MLP or experts) ------
 
-_CALLED = ("mixer", "norm")
-_MAMBA_FIELDS = (
-    "mamba_hidden_act mamba_num_heads mamba_head_dim ssm_state_size n_groups conv_kernel chunk_size use_conv_bias "
-    "use_bias layer_norm_epsilon"
-)
+_CALLED = Called("mixer", "norm")
+_MAMBA_FIELDS = {
+    "activation": "mamba_hidden_act",
+    "num_heads": "mamba_num_heads",
+    "head_dim": "mamba_head_dim",
+    "state_size": "ssm_state_size",
+    "num_groups": "n_groups",
+    "conv_width": "conv_kernel",
+    "chunk_size": "chunk_size",
+    "conv_bias": "use_conv_bias",
+    "proj_bias": "use_bias",
+    "norm_eps": "layer_norm_epsilon",
+}
 _EXPERTS = ExpertNames(
     branch="mixer",
     norm="norm",
@@ -187,9 +198,12 @@ def _mtp_layers(fields: ConfigFields, spec: ModelSpec) -> tuple[tuple[Layer, ...
 
 # --- Mamba-2: one mixer per layer, without attention, MLP or position limit ----------------------------------------
 
-_MAMBA2_FIELDS = (
-    "hidden_act num_heads head_dim state_size n_groups conv_kernel chunk_size use_conv_bias use_bias layer_norm_epsilon"
-)
+_MAMBA2_FIELDS = _MAMBA_FIELDS | {
+    "activation": "hidden_act",
+    "num_heads": "num_heads",
+    "head_dim": "head_dim",
+    "state_size": "state_size",
+}
 _LENGTHS = 2048, (1 << 31) - 1
 """Default and maximum request length in tokens. The configuration has no limit; the default is vLLM's."""
 
@@ -284,11 +298,11 @@ def _short_conv_names(layer: ShortConvLayer) -> Names:
 
 
 def _lfm2_names(spec: ModelSpec) -> Names:
-    conv = ("conv", "operator_norm", _short_conv_names)
+    conv = Called("conv", "operator_norm", _short_conv_names)
     names = weight_names(
         spec,
-        ("feed_forward", "ffn_norm"),
-        {AttentionLayer: ("self_attn", "operator_norm"), ShortConvLayer: conv, ExpertsLayer: _LFM2_EXPERTS},
+        Called("feed_forward", "ffn_norm"),
+        {AttentionLayer: Called("self_attn", "operator_norm"), ShortConvLayer: conv, ExpertsLayer: _LFM2_EXPERTS},
         final_norm="embedding_norm",
     )
     for ours, theirs in _LFM2_RENAMED.items():
@@ -306,7 +320,7 @@ FAMILIES = (
         _granitemoehybrid,
         partial(
             weight_names,
-            mlp=("shared_mlp", "post_attention_layernorm", _fused_mlp_names),
+            mlp=Called("shared_mlp", "post_attention_layernorm", _fused_mlp_names),
             mixers={ExpertsLayer: _GRANITE_EXPERTS},
         ),
         needs=("layer_types", "layers_block_type"),
@@ -321,9 +335,13 @@ FAMILIES = (
         _backbone_names,
         other_prefixes=(("model.", "backbone."),),
         mtp=MtpNames(
-            _mtp_layers, "layers.0.enorm", "layers.0.hnorm", "layers.0.eh_proj", "layers.{last}.final_layernorm"
+            layers=_mtp_layers,
+            token_norm="layers.0.enorm",
+            hidden_norm="layers.0.hnorm",
+            fc="layers.0.eh_proj",
+            final_norm="layers.{last}.final_layernorm",
         ),
-        plain=INERT.union(_READ.split(), _UNREAD.split(), _MAMBA_FIELDS.split()),
+        plain=INERT.union(_READ.split(), _UNREAD.split(), _MAMBA_FIELDS.values()),
         needs=("layers_block_type", "hybrid_override_pattern"),
     ),
 )
