@@ -29,7 +29,11 @@ class CachedAttention(ResidualBranch):
     def attend(
         self, context: StepContext, q: Tensor, k: Tensor, v: Tensor, *rotary: Tensor, work: Tensor | None = None
     ) -> Tensor:
-        """Write keys and values (T, kv heads, D) to the cache, and return the attention of queries (T, H, D)."""
+        """Write keys and values (T, kv heads, D) to the cache, and return the attention of queries (T, H, D).
+
+        rotary: cosines and sines, if the backend rotates. work: work list of the layer, see
+        `AttentionBackend.build_work_list`.
+        """
         assert context.attention is not None
         cache, meta, spec, backend = context.kv[self._index], context.attention, self.spec, context.backend
         turn = (rotary[0], rotary[1]) if rotary else None

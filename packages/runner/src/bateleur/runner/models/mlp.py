@@ -58,7 +58,10 @@ def activate(gate_up: Tensor, spec: MlpLayer | ExpertsLayer) -> Tensor:
 
 @operator("activation", lambda gate_up, size, name, gated: gate_up.new_empty(gate_up.shape[0], size), native="rows")
 def activation(gate_up: Tensor, size: int, name: str, gated: bool) -> Tensor:
-    """Return `act(gate_up)` (T, size), or `act(gate) * up` of gate_up (T, 2 size). name: one of `Activation`."""
+    """Return `act(gate_up)` (T, size), or `act(gate) * up` with the gate in the left half of gate_up (T, 2 size).
+
+    name: one of `Activation`.
+    """
     inner_TF = gate_up[:, :size] if gated else gate_up
     if name == "clamped_swiglu":
         exact = gate_up.to(torch.promote_types(gate_up.dtype, torch.float32))

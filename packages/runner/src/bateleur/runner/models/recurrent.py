@@ -56,6 +56,7 @@ class Mamba(Recurrent):
     """Mamba-2 between two projections. The first one computes z | x B C | dt, and z gates the norm of the output."""
 
     def __init__(self, spec: MambaLayer, like: Tensor, index: int, params: tuple[Tensor, ...]) -> None:
+        """like: (any, M). index: index in the state pool. params: A, D, dt_bias."""
         state, hidden = spec.state, like.shape[1]
         super().__init__(state, like, index, params, conv_bias=spec.conv_bias)
         self.spec = spec
@@ -86,6 +87,7 @@ class Delta(Recurrent):
     """
 
     def __init__(self, spec: DeltaLayer, like: Tensor, index: int, params: tuple[Tensor, ...]) -> None:
+        """like: (any, M). index: index in the state pool. params: A, dt_bias."""
         state, hidden, rank = spec.state, like.shape[1], spec.rank
         super().__init__(state, like, index, params)
         self.spec = spec

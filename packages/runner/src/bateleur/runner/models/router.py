@@ -26,7 +26,8 @@ def route(logits_TE: Tensor, spec: RouterSpec, top_k: int, correction_E: Tensor 
 def logistic(x: Tensor) -> Tensor:
     """Return the sigmoid of each number, with bits that do not depend on its position.
 
-    On a CPU, torch's sigmoid has other bits in a tensor's last elements, so equal experts would depend on the tokens.
+    On a CPU, torch's sigmoid has other bits in a tensor's last elements, so the choice of equal experts would depend
+    on the number of tokens.
     """
     return x.float().neg().exp_().add_(1.0).reciprocal_().to(x.dtype) if x.is_cpu else x.sigmoid()
 

@@ -40,7 +40,10 @@ class TensorEntry:
     """Whether the numbers are computed from codes and scales, and rounded to the dtype of the model at first."""
 
     def mapped(self) -> Tensor:
-        """Return the tensor, read on use: torch would reserve memory for the whole file. float8 is returned as bits."""
+        """Return the tensor, read on use: torch would reserve memory for the whole file. float8 is returned as bits.
+
+        Raises ValueError for an unsupported dtype, or if the file became shorter.
+        """
         if self.dtype not in _MAPPED:
             raise ValueError(f"{self.file}: {self.name} is {self.dtype}; supported are {', '.join(_MAPPED)}")
         if self.file.stat().st_size < self.start + self.num_bytes:
