@@ -14,12 +14,22 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bateleur.cudagraph._host_sync import is_composite, waits_for_device
+from bateleur.mamba import ShortConv
 from bateleur.metadata.dispatch import Implementations
 from bateleur.runner.models import grouped
 from bateleur.runner.models.experts import Experts
 from bateleur.runner.models.grouped import GroupedProjection, grouped_product, masked_products
 from bateleur.runner.models.router import route, sort_places
-from bateleur.runner.models.spec import ExpertsLayer, MlpLayer, ModelSpec, ParallelLayer, RouterSpec
+from bateleur.runner.models.spec import (
+    AttentionLayer,
+    DeltaLayer,
+    ExpertsLayer,
+    MlpLayer,
+    ModelSpec,
+    ParallelLayer,
+    RecurrentLayer,
+    RouterSpec,
+)
 
 ROUTERS = {
     "Qwen3.5 and Granite": RouterSpec(),
@@ -358,6 +368,11 @@ MLP = MlpLayer(8)
     ("make", "message"),
     [
         (lambda: MlpLayer(0), "intermediate_size is 0; it must be at least 1"),
+        (lambda: AttentionLayer(8, 3, 16, 0.25), "num_kv_heads is 3; it must divide num_heads = 8"),
+        (lambda: AttentionLayer(8, 0, 16, 0.25), "num_kv_heads is 0; it must be at least 1"),
+        (lambda: AttentionLayer(8, 2, 16, 0.25, sliding_window=0), "sliding_window is 0; it must be at least 1"),
+        (lambda: RecurrentLayer(ShortConv(8), 0), "chunk_size is 0; it must be at least 1"),
+        (lambda: DeltaLayer(ShortConv(8), 8, 1e-6, rank=0), "rank is 0; it must be at least 1"),
         (lambda: ParallelLayer(()), "parts has 0 entries and factors 1; each part needs a factor"),
         (lambda: ParallelLayer((MLP,), (1.0, 2.0)), "parts has 1 entries and factors 2; each part needs a factor"),
         (

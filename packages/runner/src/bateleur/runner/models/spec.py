@@ -49,13 +49,21 @@ class AttentionLayer:
     """Scale of each value head in an FP8 cache, likewise."""
 
     def __post_init__(self) -> None:
+        _positive(self, "num_heads", "num_kv_heads", "head_dim")
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(f"num_kv_heads is {self.num_kv_heads}; it must divide num_heads = {self.num_heads}")
         if self.rope is not None and self.rope.rotary_dim > self.head_dim:
             raise ValueError(f"rotary_dim is {self.rope.rotary_dim}; it must not exceed head_dim = {self.head_dim}")
+        if self.sliding_window is not None:
+            _positive(self, "sliding_window")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatentLayer(AttentionLayer):
-    """Attention with keys and values projected from a latent (MLA). `head_dim` is the larger of their sizes."""
+    """Attention without rotary embedding, with keys and values projected from a latent (MLA).
+
+    In the KV cache, keys and values of every head have `head_dim` elements: the larger of their sizes.
+    """
 
     rank: int
     """Lanes of the latent."""
@@ -66,6 +74,10 @@ class LatentLayer(AttentionLayer):
     value_dim: int
     norm_eps: float
     """Epsilon of the latent's norm."""
+
+    def __post_init__(self) -> None:
+        AttentionLayer.__post_init__(self)
+        _positive(self, "rank", "key_dim", "shared_dim", "value_dim")
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,6 +181,9 @@ class RecurrentLayer:
     chunk_size: int
     """Maximum tokens of a chunk in a scan."""
 
+    def __post_init__(self) -> None:
+        _positive(self, "chunk_size")
+
 
 @dataclass(frozen=True, slots=True)
 class MambaLayer(RecurrentLayer):
@@ -192,6 +207,11 @@ class DeltaLayer(RecurrentLayer):
     gate_activation: Literal["silu", "sigmoid"] = "silu"
     rank: int | None = None
     """Rank of low-rank projections to gates and decays; None if they are single matrices."""
+
+    def __post_init__(self) -> None:
+        RecurrentLayer.__post_init__(self)
+        if self.rank is not None:
+            _positive(self, "rank")
 
 
 @dataclass(frozen=True, slots=True)
