@@ -22,9 +22,10 @@ from bateleur.metadata import (
     get_backend,
     ops,
 )
-from bateleur.metadata.backends import _load, backend_names, unsupported_reason
+from bateleur.metadata.backends import _load, _torch_ops, backend_names, unsupported_reason
 from bateleur.metadata.backends.base import LayerConfig
-from bateleur.metadata.conformance import ConformanceError, check_backend, check_builder
+from bateleur.metadata.backends.paged import TritonBackend
+from bateleur.metadata.conformance import ConformanceError, backend_checks, check_backend, check_builder
 
 LIMITS = BatchLimits(max_num_reqs=7, max_num_tokens=31, max_model_len=19)
 SUPPORTS = list(GraphSupport)
@@ -425,6 +426,29 @@ def test_T_A4_what_only_some_garbage_changes_is_found() -> None:
     with pytest.raises(ConformanceError, match=r"\[A\] real rows depend on memory that must not be read") as caught:
         check_backend(Wrong(leak=1.0), heads=((6, 2),), head_dims=(16,), block_sizes=(5,))
     assert caught.value.letters == "A"
+
+
+@pytest.mark.parametrize("defect", [None, "epsilon", "weight", "sine"])
+def test_a_wrong_fused_norm_or_rotation_is_found(defect: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The torch form of the operators that fuse both, with a defect in their shared functions."""
+    norm, rotary = _torch_ops.rms_norm, _torch_ops.apply_rotary
+    changed: dict[str, dict[str, Any]] = {
+        "epsilon": {"rms_norm": lambda x, weight, eps, whole: norm(x, weight, 100 * eps, whole)},
+        "weight": {"rms_norm": lambda x, weight, eps, whole: norm(x, 1.01 * weight, eps, whole)},
+        "sine": {"apply_rotary": lambda x, cos, sin: rotary(x, cos, -sin)},
+    }
+    for name, function in changed.get(defect or "", {}).items():
+        for module in (_torch_ops, backend_checks):  # in both, as if the checks called it too
+            monkeypatch.setattr(module, name, function, raising=module is _torch_ops)
+    backend = TritonBackend()
+    monkeypatch.setattr(backend, "unsupported_reason", lambda config: None)  # on a CPU it runs in torch
+    options: Any = {"heads": ((6, 2),), "head_dims": (16,), "block_sizes": (5,)}
+    if defect is None:
+        assert check_backend(backend, **options).num_cases
+        return
+    with pytest.raises(ConformanceError) as caught:
+        check_backend(backend, **options)
+    assert {"N", "W"} & set(caught.value.letters), caught.value
 
 
 def test_a_backend_that_supports_nothing_is_refused() -> None:

@@ -20,7 +20,6 @@ from bateleur.metadata import (
     StepRows,
     get_backend,
 )
-from bateleur.metadata.backends import _torch_ops
 from bateleur.metadata.backends.reference import ReferenceBackend
 
 pytestmark = pytest.mark.gpu
@@ -83,8 +82,8 @@ def _attend(
     q, k, v = projection.split([HEADS, KV_HEADS, KV_HEADS], 1)
     rotary: Any = table[..., : head_dim // 2], table[..., head_dim // 2 :]
     if not backend.fuses_rotary:
-        for x in (q, k):
-            x[..., : head_dim // 2] = _torch_ops.apply_rotary(x, *rotary)
+        for x in (q[..., : head_dim // 2], k[..., : head_dim // 2]):
+            x.copy_(x * rotary[0] + x.roll(head_dim // 4, -1) * rotary[1])
         rotary = None
     meta = backend.builder().build(batch, 0)
     out = backend.attend(q, k, v, (caches[0], caches[1]), meta, head_dim**-0.5, window, rotary)

@@ -8,9 +8,10 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from bateleur.metadata.backends._torch_ops import apply_rotary, quantize, rms_norm
+from bateleur.metadata.backends._torch_ops import quantize
 from bateleur.metadata.backends.base import AttendOptions, AttentionBackend, KVCache, LayerConfig
 from bateleur.metadata.backends.reference import ReferenceBackend
 from bateleur.metadata.common_attention_metadata import BatchShape, CommonAttentionMetadata
@@ -154,12 +155,11 @@ class _Case:
         if backend.fuses_norm:
             fused["norm"] = norm
         else:
-            q, k = (rms_norm(x, weight, norm[2], whole=False) for x, weight in zip((q, k), norm[:2], strict=True))
+            q, k = (_normed(x, weight, norm[2]) for x, weight in zip((q, k), norm[:2], strict=True))
         if backend.fuses_rotary:
             fused["rotary"] = rotary
         else:
-            width = rotary[0].shape[-1]
-            q, k = (torch.cat((apply_rotary(x, *rotary), x[..., width:]), -1) for x in (q, k))
+            q, k = _rotated(q, *rotary), _rotated(k, *rotary)
         if self.sinks:
             fused["sinks"] = torch.linspace(-2.0, 3.0, self.heads[0], device=self.device)
         meta, scale = backend.builder().build(batch, 0), self.dim**-0.5
@@ -219,6 +219,17 @@ def _rotary(batch: CommonAttentionMetadata, dim: int, dtype: torch.dtype) -> tup
     sign = torch.ones(width, device=angle.device)
     sign[: width // 2] = -1
     return angle.cos()[:, None].to(dtype), (angle.sin() * sign)[:, None].to(dtype)
+
+
+# Written out here, because the checked backends call `rms_norm` and `apply_rotary` of `_torch_ops`.
+def _normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return F.rms_norm(x.float(), weight.shape, weight, eps).to(x.dtype)
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    width = cos.shape[-1]
+    turned, rest = x[..., :width], x[..., width:]
+    return torch.cat((turned * cos + turned.roll(width // 2, -1) * sin, rest), -1)
 
 
 def _close(mine: Tensor, reference: Tensor, tolerance: float) -> bool:
