@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from bateleur.cudagraph import CudagraphDispatcher, CudaGraphMode, DispatchReason, RecordedBackend, ReplayChecks
 from bateleur.cudagraph import get_backend as get_graph_backend
 from bateleur.eagle.borrow import BorrowError
+from bateleur.eagle.buffers import DraftBuffers
 from bateleur.eagle.cache import DraftCache
 from bateleur.eagle.conformance.toy_engine import ToyRequest
 from bateleur.eagle.conformance.toy_target import DTYPE, HEAD_DIM, ToyTarget, paged_caches
@@ -231,6 +232,30 @@ def test_c1_rows_of_a_larger_step_leave_nothing_behind() -> None:
     assert not x.temperature[1:].any()
     assert (x.tokens[1:] == -1).all()
     assert (x.slot_mapping[1:] == -1).all()
+
+
+def test_only_rows_that_an_earlier_batch_wrote_are_cleared() -> None:
+    x = DraftBuffers(BatchLimits(6, 12, 8), 2, "cpu", max_blocks=3)
+
+    def launched(rows: int, **options: Any) -> dict[str, int]:
+        ones = torch.ones(rows, dtype=torch.int64)
+        with Operators() as run:
+            x.set_rows(ones, ones.float(), ones.int()[:, None].expand(-1, 3), **options)
+        return {name: run.names.count(name) for name in ("copy_", "fill_")}
+
+    def filled() -> list[int]:
+        return [int(each.count_nonzero()) for each in (x.seeds, x.temperature, x.block_table[:, 0])]
+
+    assert launched(4) == launched(4) == {"copy_": 3, "fill_": 0}, "a steady batch"
+    assert launched(2) == {"copy_": 3, "fill_": 3}
+    assert filled() == [2] * 3
+    assert launched(1, clears=False) == launched(5, clears=False) == {"copy_": 3, "fill_": 0}, "in a graph"
+    assert (launched(3), filled()) == ({"copy_": 3, "fill_": 3}, [3] * 3)
+    x.note_rows(6)
+    x.seeds.fill_(7)
+    assert (launched(5), filled()) == ({"copy_": 3, "fill_": 3}, [5] * 3)
+    x.poison()
+    assert (launched(5), filled()) == ({"copy_": 3, "fill_": 3}, [5] * 3)
 
 
 def test_c4_no_draft_reaches_beyond_the_longest_request() -> None:
@@ -512,6 +537,22 @@ def test_one_draft_needs_no_chain() -> None:
     assert not engine.drafter.decode.dispatcher.keys
     run(engine, (({0: 5}, None), ({0: 2, 1: 5}, None), ({0: 2, 1: 2}, None)))
     assert num_builds(engine) == 0
+
+
+class Operators(TorchDispatchMode):
+    """Keeps the names of all operators."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.names: list[str] = []
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # or torch imports its compiler
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func._schema.name.removeprefix("aten::"))
+        return func(*args, **(kwargs or {}))
 
 
 class NoSync(TorchDispatchMode):

@@ -76,6 +76,7 @@ class DraftBuffers:
         self.temperature = new(rows, dtype=torch.float32)
         self.block_table = new(rows, max_blocks, dtype=torch.int32)
         self.logits: DraftLogits | None = None
+        self._rows = 0  # number of leading rows that may differ from 0 in the buffers of `set_rows`
 
     def tensors(self) -> dict[str, Tensor]:
         """Return every buffer that is staged for each step, by name: all but the logits of drafts."""
@@ -91,22 +92,34 @@ class DraftBuffers:
         """Fill every buffer with invalid values; the next staging overwrites all entries that are read."""
         for tensor in self.tensors().values():
             tensor.fill_(torch.nan if tensor.is_floating_point() else torch.iinfo(tensor.dtype).max - 6)
+        self._rows = len(self.seeds)
 
     def set_rows(
-        self, seeds: Tensor, temperature: Tensor, block_table: Tensor, table_rows: Tensor | None = None
+        self,
+        seeds: Tensor,
+        temperature: Tensor,
+        block_table: Tensor,
+        table_rows: Tensor | None = None,
+        *,
+        clears: bool = True,
     ) -> None:
         """Write seed, temperature and block table of the batch's first n requests, and 0 for all rows after them.
 
-        Can be captured.
-
         table_rows: rows of the request table, as for `DraftLogits.stage`; ignored if no logits are kept.
+        clears: False inside a graph, which writes all rows of its padded batch. Call `note_rows` after each replay.
         """
         if self.logits is not None:
             self.logits.stage(table_rows)
         rows = len(seeds)
         for buffer, values in ((self.seeds, seeds), (self.temperature, temperature), (self.block_table, block_table)):
             buffer[:rows] = values[:rows]
-            buffer[rows:] = 0
+            if clears and self._rows > rows:
+                buffer[rows : self._rows] = 0
+        self._rows = rows if clears else max(rows, self._rows)
+
+    def note_rows(self, rows: int) -> None:
+        """Record that a graph wrote the first `rows` rows, so that the next `set_rows` clears them."""
+        self._rows = max(self._rows, rows)
 
 
 class DraftLogits:

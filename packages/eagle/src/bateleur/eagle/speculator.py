@@ -156,11 +156,12 @@ class EagleSpeculator:
             return Coupled()
         return Logits(self.inputs.logits.of(rows), self.head.target_ids, self._passes.vocab.shard)
 
-    def _stage(self, context: DraftContext) -> None:
-        """Write the inputs of the first pass."""
+    def _stage(self, context: DraftContext, *, clears: bool = True) -> None:
+        """Write the inputs of the first pass. clears: see `DraftBuffers.set_rows`."""
         x, batch = self.inputs, context.batch
         stage_first(x, batch, self._group, context.next_token, context.num_valid)
-        x.set_rows(context.seeds, context.temperature, batch.block_tables[self._group], context.rows)
+        table = batch.block_tables[self._group]
+        x.set_rows(context.seeds, context.temperature, table, context.rows, clears=clears)
         x.hidden[: batch.num_tokens] = self.head.fuse(context.features)
 
     def _room(self, num_rows: int, num_drafts: int) -> Tensor:
@@ -225,14 +226,15 @@ class EagleSpeculator:
     def record_proposal(self, key: BatchExecutionDescriptor, passes: ProposalPasses, context: DraftContext) -> Tensor:
         """Propose drafts inside a graph, after a step in which all N rows (padded) decode with equal query lengths.
 
-        Returns (N, K) int64 drafts, -1 where there is none. The host reads nothing between passes.
+        Returns (N, K) int64 drafts, -1 where there is none. The host reads nothing between passes. Call
+        `inputs.note_rows(N)` after each replay.
 
         key: graph key of the step, with the variant `(num_drafts,)`.
         context: tensors of N rows, at fixed addresses or made by the same graph; `rows` of padding are
             `max_num_reqs`.
         """
         num_rows, num_drafts = context.batch.num_reqs, int(key.variant[0])
-        self._stage(context)
+        self._stage(context, clears=False)
         room_N1 = self._room(num_rows, num_drafts)
         run = self._passes.first if num_drafts else self._passes.store_kv
         run(Execution(key, passes.first))

@@ -141,6 +141,7 @@ class ProposalGraphs:
         generation = staged.generation + self._drafter.steps.generation
         state = ProposalState(staged.state, features, passes)
         self.manager.replay(key, StagedBatch(key, state, generation, passes.signature))
+        self._drafter.inputs.note_rows(batch.num_reqs)
         decision = DispatchDecision(key, DispatchReason.DECODE, batch.num_tokens - batch.num_actual_tokens)
         self._drafter.decisions.count(decision)
 
