@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
-from typing import Any, Generic, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -15,6 +15,9 @@ from bateleur.cudagraph.errors import AddressMoved, CaptureError, DanglingExtern
 from bateleur.cudagraph.execution import Body, Execution, S, T
 from bateleur.cudagraph.modes import CudaGraphMode
 
+_Layout: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], torch.dtype, torch.device]
+"""Shape, strides, dtype and device of a tensor."""
+
 
 class EagerPart(NamedTuple):
     """A function that runs eagerly between two graphs of a replay, such as attention.
@@ -24,28 +27,30 @@ class EagerPart(NamedTuple):
         tensors: arguments after the state. The graph before writes them. See `CaptureTracker.non_owning`.
         result: the tensor that the next graph reads. It is a non-owning view of the pool, or a view of an
             argument if `fn` returned one.
+        layout: shape, strides, dtype and device of `result`.
     """
 
     name: str
     fn: Callable[..., Tensor]
     tensors: tuple[Tensor, ...]
     result: Tensor
+    layout: _Layout
 
     def run(self, state: Any) -> None:
         """Call the function, and copy its result to the tensor that the next graph reads.
 
         Raises `GraphError` if the result has another shape, strides, dtype or device than at capture.
         """
-        result, expected = self.fn(state, *self.tensors), _layout(self.result)
+        result = self.fn(state, *self.tensors)
         found = _layout(result) if isinstance(result, Tensor) else type(result).__name__
-        if found != expected:
-            raise GraphError(f"{self.name} returned {found}; the next graph reads {expected}")
+        if found != self.layout:
+            raise GraphError(f"{self.name} returned {found}; the next graph reads {self.layout}")
         if result.data_ptr() != self.result.data_ptr():
             with torch.inference_mode():
                 self.result.copy_(result)
 
 
-def _layout(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...], torch.dtype, torch.device]:
+def _layout(tensor: Tensor) -> _Layout:
     return tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device
 
 
@@ -118,5 +123,5 @@ class BodyCapture(Generic[S]):
         argument_storages = {tensor.untyped_storage().data_ptr() for tensor in tensors}
         if result.untyped_storage().data_ptr() not in argument_storages:
             result = self._tracker.result_buffer(result)
-        self._parts.append(EagerPart(name, fn, arguments, self._tracker.non_owning(result)))
+        self._parts.append(EagerPart(name, fn, arguments, self._tracker.non_owning(result), _layout(result)))
         return result
