@@ -89,15 +89,14 @@ class PlanCache:
     """All FlashInfer wrappers of a backend, with their plans. The wrappers of one device share a workspace."""
 
     def __init__(self) -> None:
-        self.shapes: set[GraphShape] = set()  # of graphs that were warmed up or captured
+        self.shapes: dict[GraphShape, list[PlannedWrapper]] = {}  # of graphs that were warmed up or captured
         self._wrappers: dict[PlanConfig, PlannedWrapper] = {}
         self._workspaces: dict[torch.device, Tensor] = {}
 
     def plan_for_graphs(self, meta: FlashInferMetadata, shape: GraphShape) -> None:
         """Plan all wrappers for graphs of a shape. There are none before its warm-up."""
-        for config, wrapper in self._wrappers.items():
-            if config.shape == shape:
-                wrapper.plan_for(meta, 0, shape.rows)
+        for wrapper in self.shapes[shape]:
+            wrapper.plan_for(meta, 0, shape.rows)
 
     def wrapper(self, config: PlanConfig, meta: FlashInferMetadata) -> PlannedWrapper | None:
         """Return the wrapper of ``config``; None if it is for graphs and ``meta`` comes before their capture."""
@@ -107,16 +106,19 @@ class PlanCache:
             if config.device not in self._workspaces:  # shared by kernels of one stream: its contents are temporary
                 memory = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=config.device)
                 self._workspaces[config.device] = memory
-            max_blocks = meta.block_table.shape[1]
-            self._wrappers[config] = PlannedWrapper(config, self._workspaces[config.device], max_blocks)
+            wrapper = PlannedWrapper(config, self._workspaces[config.device], meta.block_table.shape[1])
+            self._wrappers[config] = wrapper
+            if config.shape is not None:
+                self.shapes[config.shape].append(wrapper)
         return self._wrappers[config]
 
     def addresses(self, owner: object) -> dict[str, int]:
         """Return the addresses of the plan buffers that the graphs of the builder ``owner`` read, by name."""
         return {
             f"{shape.rows} rows of {shape.query_len}, plan {number}, {name}": tensor.data_ptr()
-            for number, (config, wrapper) in enumerate(self._wrappers.items())
-            if (shape := config.shape) is not None and shape.owner is owner
+            for shape, wrappers in self.shapes.items()
+            if shape.owner is owner
+            for number, wrapper in enumerate(wrappers)
             for name, tensor in wrapper.buffers.items()
         }
 
@@ -222,10 +224,10 @@ class FlashInferBuilder(PagedAttentionBuilder):
             raise InexactBound(f"FlashInfer plans on the host, from exact lengths; {error}") from None
         starts: I32Array = common.query_start_loc_cpu.numpy()[: rows + 1]
         for_capture, longest, shape = phase is not BuildPhase.RUN, common.max_query_len, None
-        if common.num_tokens == common.num_reqs * longest and common.num_actual_tokens == rows * longest:
+        if longest and common.num_tokens == common.num_reqs * longest and common.num_actual_tokens == rows * longest:
             shape = GraphShape(self._owner, group, common.num_reqs, longest)
             if for_capture:
-                self._plans.shapes.add(shape)
+                self._plans.shapes.setdefault(shape, [])
             if shape not in self._plans.shapes:
                 shape = None
         shared = {name: getattr(paged, name) for name in PagedAttentionMetadata.__slots__}
