@@ -1,6 +1,7 @@
 """Staging of the draft passes after the first one (the chain): one token per request, from buffers on the device."""
 
 from collections.abc import Mapping
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -48,7 +49,8 @@ class ChainSteps:
         self.max_seq_len = max_seq_len
         self._dummies = InputBuffers(BatchLimits(rows, rows, max_seq_len), (cache.blocks,), inputs.device)
         self._starts = np.arange(rows + 1, dtype=np.int32)
-        self._never_prefilling = torch.zeros(rows, dtype=torch.bool)
+        # Addresses are fixed, so views are cached by number of rows.
+        self._views_of = lru_cache(None)(partial(_leading, inputs, torch.zeros(rows, dtype=torch.bool)))
 
     def build(
         self,
@@ -70,7 +72,6 @@ class ChainSteps:
             exact = np.pad(bound.exact, (0, padding), constant_values=True)
             bound = SeqLenBound(np.pad(bound.upper, (0, padding)), exact)
         self.generation += 1
-        x = self._inputs
         batch = CommonAttentionMetadata(
             num_reqs=padded_rows,
             num_tokens=padded_rows,
@@ -81,14 +82,7 @@ class ChainSteps:
             query_start_loc_cpu=torch.from_numpy(np.minimum(self._starts[: padded_rows + 1], num_rows)),
             seq_len_bound=bound,
             generation=self.generation,
-            input_ids=x.input_ids[:padded_rows],
-            positions=x.positions[:padded_rows],
-            query_start_loc=x.query_start_loc[: padded_rows + 1],
-            seq_lens=x.seq_lens[:padded_rows],
-            num_computed_tokens=x.num_computed_tokens[:padded_rows],
-            block_tables=(x.block_table[:padded_rows],),
-            slot_mappings=(x.slot_mapping[:padded_rows],),
-            is_prefilling=self._never_prefilling[:padded_rows],
+            **self._views_of(padded_rows),
         )
         metadata = self._builder.build(batch, 0, BuildPhase(phase.value))
         return DraftState(batch, metadata, self._builder.signature, greedy)
@@ -181,6 +175,20 @@ class ChainSteps:
             temperature = torch.empty_like(next_token).random_(2, generator=generator).float()
             x.set_rows(seeds, temperature, table)
         stage_first(x, batch, group, next_token, torch.ones_like(next_token))
+
+
+def _leading(x: DraftBuffers, is_prefilling: Tensor, rows: int) -> dict[str, Any]:
+    """Return views of the first `rows` rows of every buffer, by field of `CommonAttentionMetadata`."""
+    return {
+        "input_ids": x.input_ids[:rows],
+        "positions": x.positions[:rows],
+        "query_start_loc": x.query_start_loc[: rows + 1],
+        "seq_lens": x.seq_lens[:rows],
+        "num_computed_tokens": x.num_computed_tokens[:rows],
+        "block_tables": (x.block_table[:rows],),
+        "slot_mappings": (x.slot_mapping[:rows],),
+        "is_prefilling": is_prefilling[:rows],
+    }
 
 
 def bound_of_drafts(batch: CommonAttentionMetadata) -> SeqLenBound:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -97,7 +98,7 @@ class CommonAttentionMetadata:
         reqs, tokens = self.num_actual_reqs, self.num_actual_tokens
         if (reqs, tokens) == (self.num_reqs, self.num_tokens):
             return self
-        arrays = leading_arrays(field_values(self), reqs, tokens)
+        arrays = leading_arrays(partial(leading, field_values(self)), reqs, tokens)
         return dataclasses.replace(self, num_reqs=reqs, num_tokens=tokens, **arrays)
 
 
@@ -109,11 +110,13 @@ def field_values(batch: CommonAttentionMetadata) -> dict[str, Any]:
     }
 
 
-def leading_arrays(values: Mapping[str, Any], num_reqs: int, num_tokens: int) -> dict[str, Any]:
-    """Return the array arguments of :class:`CommonAttentionMetadata`: leading entries of the fields ``values``."""
-    arrays: dict[str, Any] = {}
-    for name, field in FIELDS.items():
-        size = field.leading_dim.size(num_reqs, num_tokens)
-        arrays[name] = tuple(each[:size] for each in values[name]) if field.per_group else values[name][:size]
+def leading(values: Mapping[str, Any], name: str, size: int) -> Any:
+    """Return the first ``size`` entries of field ``name``; a tuple if the field has one tensor per KV-cache group."""
+    return tuple(each[:size] for each in values[name]) if FIELDS[name].per_group else values[name][:size]
+
+
+def leading_arrays(view: Callable[[str, int], Any], num_reqs: int, num_tokens: int) -> dict[str, Any]:
+    """Return the array arguments of :class:`CommonAttentionMetadata`. ``view(name, size)``: see :func:`leading`."""
+    arrays = {name: view(name, field.leading_dim.size(num_reqs, num_tokens)) for name, field in FIELDS.items()}
     bound = SeqLenBound(arrays.pop("seq_lens_cpu_upper_bound"), arrays.pop("seq_lens_cpu_exact"))
     return arrays | {"seq_len_bound": bound}

@@ -11,7 +11,7 @@ from bateleur.metadata._device_staging import DeviceStaging
 from bateleur.metadata._memory import CurrentStream, DeviceQueue
 from bateleur.metadata._step_values import StepLengths, check_arrays, check_blocks, dummy_rows, step_lengths
 from bateleur.metadata.block_table import BlockTable
-from bateleur.metadata.common_attention_metadata import BatchShape, CommonAttentionMetadata, leading_arrays
+from bateleur.metadata.common_attention_metadata import BatchShape, CommonAttentionMetadata, leading, leading_arrays
 from bateleur.metadata.fields import FIELDS, Field, LeadingDim
 from bateleur.metadata.step_inputs import BatchLimits, KVCacheGroup, StepRows
 
@@ -67,7 +67,8 @@ class InputBuffers:
             self._whole[name] = tensors if field.per_group else single
         self._device = DeviceStaging(self._tensors, self.groups, tables, queue or CurrentStream(), seq_len_fill)
         # Addresses are fixed, so views are cached by size.
-        self._views_of = lru_cache(_MAX_CACHED_VIEWS)(partial(leading_arrays, self._whole))
+        view = lru_cache(len(FIELDS) * _MAX_CACHED_VIEWS)(partial(leading, self._whole))
+        self._views_of = lru_cache(_MAX_CACHED_VIEWS)(partial(leading_arrays, view))
         self.forget()
         self.dummy(BatchShape.of(0, 0, 1))
 
