@@ -348,6 +348,13 @@ def test_a_backend_refuses_caches_that_it_has_no_kernel_for(name: str, reason: s
     assert refused == f"it has no KV cache in {kv_dtype} for queries in torch.bfloat16"
 
 
+@pytest.mark.parametrize("name", ["flashinfer", "torch_varlen"])
+def test_a_backend_without_sinks_refuses_them_before_anything_else(name: str) -> None:
+    config = LayerConfig(0, torch.int8, torch.device("cpu"), sinks=True)
+    assert _load(name).unsupported_reason(config) == "attention sinks are not supported"
+    assert unsupported_reason(name, config) == "attention sinks are not supported"
+
+
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 HEAD_DIMS = (16, 64, 80, 128, 256)
 LAYOUTS = (((4, 4), 16), ((6, 2), 32), ((4, 4), 32), ((6, 2), 16))

@@ -194,7 +194,8 @@ def test_which_attention_backend_serves_is_told(tiny_checkpoint: Any, monkeypatc
     with pytest.raises(ValueError, match=r"^attention_backend is 'triton'; triton: device cpu is not CUDA"):
         describe_checkpoint(path, device="cpu", attention_backend="triton")
     for backend in (TritonBackend, FlashInferBackend):
-        monkeypatch.setattr(backend, "unsupported_reason", lambda *_, **__: None)
+        monkeypatch.setattr(backend, "missing_requirement", lambda *_: None)
+        monkeypatch.setattr(backend, "min_capability", None)
     # Installed as it may be, nothing chooses it.
     dtype, cuda, spec = torch.bfloat16, torch.device("cuda"), open_checkpoint(path).spec
     assert choose_backend("auto", cuda, dtype, spec).name == "triton"

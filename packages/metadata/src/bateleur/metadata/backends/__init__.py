@@ -34,10 +34,7 @@ def preferred_backends(device: torch.device) -> tuple[str, ...]:
 
 def unsupported_reason(name: str, config: LayerConfig) -> str | None:
     """Return why the backend ``name`` cannot serve a configuration, or None if it can."""
-    backend = _load(name)
-    if config.sinks and not backend.supports_sinks:
-        return "attention sinks are not supported"
-    return backend.unsupported_reason(config)
+    return _load(name).unsupported_reason(config)
 
 
 def get_backend(

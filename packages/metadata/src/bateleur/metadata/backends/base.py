@@ -38,7 +38,7 @@ class PagedAttentionMetadata:
     max_seq_len: int
 
 
-class AttendOptions(NamedTuple):
+class AttentionOptions(NamedTuple):
     """Options of one attention call, see :meth:`AttentionBackend.attend`."""
 
     scale: float
@@ -159,7 +159,9 @@ class AttentionBackend:
 
     def unsupported_reason(self, config: LayerConfig) -> str | None:
         """Return why the backend cannot serve a configuration, or None if it can."""
-        head_dim, dtype, device, sliding_window, kv_dtype, _ = config
+        head_dim, dtype, device, sliding_window, kv_dtype, sinks = config
+        if sinks and not self.supports_sinks:
+            return "attention sinks are not supported"
         if head_dim < 1:
             return f"head_dim {head_dim} is not positive"
         if dtype not in self.dtypes:
@@ -230,12 +232,12 @@ class AttentionBackend:
             self.write(q, k, v, *kv, meta.slot_mapping, *(rotary or (None, None)), *(norm or ()), **scales)
         else:
             self.write(k, v, *kv, meta.slot_mapping, **scales)
-        return self.attend_cache(q, kv, meta, AttendOptions(scale, sliding_window, work, sinks, kv_scales))
+        return self.attend_cache(q, kv, meta, AttentionOptions(scale, sliding_window, work, sinks, kv_scales))
 
     def check(self, kv: KVCache, meta: PagedAttentionMetadata) -> None:
         """Raise ValueError for unsupported arguments, before anything is stored."""
 
-    def attend_cache(self, q: Tensor, kv: KVCache, meta: PagedAttentionMetadata, options: AttendOptions) -> Tensor:
+    def attend_cache(self, q: Tensor, kv: KVCache, meta: PagedAttentionMetadata, options: AttentionOptions) -> Tensor:
         """Return attention (T, Hq, D) over the cache; 0 for padded tokens."""
         scale, window, *rest = options
         bounds = meta.num_decodes, meta.max_query_len, meta.max_seq_len

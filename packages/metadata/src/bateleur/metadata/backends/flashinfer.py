@@ -25,8 +25,8 @@ from bateleur.metadata import ops
 from bateleur.metadata._memory import pinned, upload
 from bateleur.metadata.attention_metadata_builder import BuildPhase, GraphSupport
 from bateleur.metadata.backends.base import (
-    AttendOptions,
     AttentionBackend,
+    AttentionOptions,
     KVCache,
     LayerConfig,
     PagedAttentionBuilder,
@@ -294,7 +294,7 @@ class FlashInferBackend(AttentionBackend):
         if not isinstance(meta, FlashInferMetadata):
             raise ValueError(f"meta: is {type(meta).__name__}, must be the FlashInferMetadata of its builder")
 
-    def attend_cache(self, q: Tensor, kv: KVCache, meta: PagedAttentionMetadata, options: AttendOptions) -> Tensor:
+    def attend_cache(self, q: Tensor, kv: KVCache, meta: PagedAttentionMetadata, options: AttentionOptions) -> Tensor:
         """Return attention (T, Hq, D) over the cache. The first layer of a step computes FlashInfer's plan."""
         assert isinstance(meta, FlashInferMetadata)
         out = torch.zeros_like(q)  # padded tokens stay 0

@@ -6,7 +6,13 @@ import torch
 from torch import Tensor
 
 from bateleur.metadata.attention_metadata_builder import GraphSupport
-from bateleur.metadata.backends.base import KV_DTYPES, AttendOptions, AttentionBackend, KVCache, PagedAttentionMetadata
+from bateleur.metadata.backends.base import (
+    KV_DTYPES,
+    AttentionBackend,
+    AttentionOptions,
+    KVCache,
+    PagedAttentionMetadata,
+)
 
 
 def write_kv_reference(
@@ -73,7 +79,7 @@ class ReferenceBackend(AttentionBackend):
     kv_dtypes = KV_DTYPES
     write = staticmethod(write_kv_reference)
 
-    def attend_cache(self, q: Tensor, kv: KVCache, meta: PagedAttentionMetadata, options: AttendOptions) -> Tensor:
+    def attend_cache(self, q: Tensor, kv: KVCache, meta: PagedAttentionMetadata, options: AttentionOptions) -> Tensor:
         """Return attention (T, Hq, D) over the cache, by :func:`paged_attention_reference`."""
         rows = meta.block_table, meta.seq_lens, meta.query_start_loc
         scale, window, _, sinks, kv_scales = options

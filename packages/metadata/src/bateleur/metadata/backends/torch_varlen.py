@@ -14,8 +14,8 @@ from torch import Tensor
 from bateleur.metadata import ops
 from bateleur.metadata.attention_metadata_builder import GraphSupport
 from bateleur.metadata.backends.base import (
-    AttendOptions,
     AttentionBackend,
+    AttentionOptions,
     KVCache,
     LayerConfig,
     PagedAttentionMetadata,
@@ -58,7 +58,7 @@ class TorchVarlenBackend(AttentionBackend):
                 f"kv: has blocks of {block_size} tokens; cuDNN needs a power of two, FlashAttention 3 takes any"
             )
 
-    def attend_cache(self, q: Tensor, kv: KVCache, meta: PagedAttentionMetadata, options: AttendOptions) -> Tensor:
+    def attend_cache(self, q: Tensor, kv: KVCache, meta: PagedAttentionMetadata, options: AttentionOptions) -> Tensor:
         """Return attention (T, Hq, D) over the cache."""
         out = torch.zeros_like(q)  # the kernel does not write padded tokens
         if meta.seq_lens.shape[0]:
@@ -111,7 +111,7 @@ def _probe(config: LayerConfig, active: str | None) -> str | None:
     )
     q = torch.zeros(5, 2, head_dim, dtype=dtype, device=device)
     try:
-        out = TorchVarlenBackend().attend_cache(q, (keys, values), meta, AttendOptions(1.0, sliding_window))
+        out = TorchVarlenBackend().attend_cache(q, (keys, values), meta, AttentionOptions(1.0, sliding_window))
         right = bool((out[:4] == 1).all()) and bool((out[4:] == 0).all())
     except (RuntimeError, ValueError) as error:
         lines = [line.strip(" -") for line in str(error).splitlines() if line.strip()]

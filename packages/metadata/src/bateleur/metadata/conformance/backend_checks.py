@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bateleur.metadata.backends._torch_ops import quantize
-from bateleur.metadata.backends.base import AttendOptions, AttentionBackend, KVCache, LayerConfig
+from bateleur.metadata.backends.base import AttentionBackend, AttentionOptions, KVCache, LayerConfig
 from bateleur.metadata.backends.reference import ReferenceBackend
 from bateleur.metadata.common_attention_metadata import BatchShape, CommonAttentionMetadata
 from bateleur.metadata.conformance._random_steps import StepMaker
@@ -166,7 +166,7 @@ class _Case:
         scales: dict[str, Any] = {} if self.kv_dtype is None else {"kv_scales": self.kv_scales}
         out = backend.attend(q, k, v, (k_cache, v_cache), meta, scale, self.window, **fused, **scales)
         if read is not None:
-            options = AttendOptions(scale, self.window, sinks=fused.get("sinks"), **scales)
+            options = AttentionOptions(scale, self.window, sinks=fused.get("sinks"), **scales)
             out = backend.attend_cache(q, read, meta, options)
         return out, k_cache, v_cache
 
