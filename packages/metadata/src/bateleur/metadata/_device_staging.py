@@ -1,7 +1,7 @@
 """Staging: one upload of the values that only the host knows; the device computes the rest."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TypeAlias
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -16,8 +16,17 @@ from bateleur.metadata.fields import FIELDS, PAD_SLOT
 from bateleur.metadata.seq_len_bound import IntArray
 from bateleur.metadata.step_inputs import KVCacheGroup, StepRows
 
-_Call: TypeAlias = tuple[Callable[..., None], Sequence[Tensor], Sequence[int], Sequence[int]]
-"""Device work ``function(*tensors, *uploaded, *sizes)``: the function, tensors, indices in the upload, and sizes."""
+
+class _Call(NamedTuple):
+    """Device work ``function(*tensors, *arrays, *sizes)``. ``uploaded``: indices of the arrays in the upload."""
+
+    function: Callable[..., None]
+    tensors: Sequence[Tensor]
+    uploaded: Sequence[int]
+    sizes: Sequence[int] = ()
+
+    def run(self, parts: Sequence[Tensor]) -> None:
+        self.function(*self.tensors, *(parts[index] for index in self.uploaded), *self.sizes)
 
 
 class DeviceStaging:
@@ -111,8 +120,8 @@ class DeviceStaging:
         def run() -> None:
             for slots in unpadded:  # those of groups without slots are not written again
                 slots.fill_(PAD_SLOT)
-            for function, tensors, uploaded, sizes in calls:
-                function(*tensors, *(parts[index] for index in uploaded), *sizes)
+            for call in calls:
+                call.run(parts)
             expand(self._fields, step)
 
         self._queue.launch(run)
@@ -128,7 +137,7 @@ class DeviceStaging:
             num_rows, width = used.shape
             ends = max(self._num_places, num_rows), max(self._columns[index], width)
             target = self._tables[index][: ends[0], : ends[1]]
-            calls.append((_put_table, [target], [packet.add(used)], [num_rows, width]))
+            calls.append(_Call(_put_table, [target], uploaded=[packet.add(used)], sizes=[num_rows, width]))
             self._columns[index] = width
         self._num_places = len(rows.query_lens)
         return calls
@@ -149,11 +158,11 @@ class DeviceStaging:
                 source: IntArray = np.full(max(len(rows), self._num_places), self._num_request_rows)
                 source[: len(rows)] = np.where(table.cleared[rows], -1 - rows, rows)
                 table.cleared[rows] = False
-                calls.append((gather_block_tables, memory, [packet.add(source)], [width]))
+                calls.append(_Call(gather_block_tables, memory, uploaded=[packet.add(source)], sizes=[width]))
             if cells is not None:
                 places, columns, ids = cells
                 where = packet.add(places * self._tables[index].shape[1] + columns)
-                calls.append((write_cells, memory, [where, packet.add(ids)], []))
+                calls.append(_Call(write_cells, memory, uploaded=[where, packet.add(ids)]))
         if moved:
             self._num_places = len(rows)
         return calls
