@@ -16,8 +16,10 @@ from bateleur.cudagraph.modes import CudaGraphMode
 
 
 class DispatchReason(StrEnum):
-    """The kind of graph that a batch runs on, or why it runs eagerly: the constraint of the graph that it violates, in
-    the order in which they are checked.
+    """Why a batch runs on a graph or eagerly.
+
+    DECODE, MIXED and PIECEWISE name the kind of graph. The others, except IDLE, name the constraint of the graph that
+    the batch violates, in the order in which they are checked. IDLE means that no data-parallel rank has a batch.
     """
 
     DECODE = "decode graph"
@@ -37,7 +39,18 @@ _GRAPH_KINDS = (DispatchReason.DECODE, DispatchReason.MIXED, DispatchReason.PIEC
 """Kinds of graphs, the preferred one first."""
 
 NUM_CONSTRAINTS_MET = {
-    reason: index for index, reason in enumerate(reason for reason in DispatchReason if reason.startswith("eager"))
+    reason: index
+    for index, reason in enumerate(
+        (
+            DispatchReason.NO_GRAPHS,
+            DispatchReason.HAS_PREFILL,
+            DispatchReason.VARIANT,
+            DispatchReason.QUERY_LEN,
+            DispatchReason.NUM_REQS,
+            DispatchReason.NUM_TOKENS,
+            DispatchReason.NOT_CAPTURED,
+        )
+    )
 }
 """Number of constraints that an eager batch met before the violated one. The graph with the most is the nearest."""
 

@@ -112,7 +112,8 @@ class CudaGraphManager(Generic[S, T]):
 
         Returns a live view of all captured keys.
 
-        Raises `CaptureError` if a key failed; keys that were captured before stay captured.
+        Raises `CaptureError` if a key failed; keys that were captured before stay captured. Raises ValueError for a key
+        that is not in the dispatcher or is captured already.
         """
         ordered = self._in_capture_order(keys)
         self.producer, self._body = producer, body
@@ -137,6 +138,7 @@ class CudaGraphManager(Generic[S, T]):
         Returns the output of the body at capture: the next replay of any graph of the backend may overwrite it.
 
         Raises:
+            NotCaptured: there is no graph for `key`.
             KeyMismatch, StaleState, SignatureMismatch: `staged` does not fit the graph. Nothing ran.
             AddressMoved, DanglingExternal: memory of the graph moved or was freed. Nothing ran. Release the key.
             ReplayFailed: the graph raised, and the key was released. Run the step eagerly.
@@ -172,7 +174,7 @@ class CudaGraphManager(Generic[S, T]):
             extra_tensors: tensors to compare besides the output, by name, such as caches that the body writes in
                 place. Also accepts a function that returns them for a staged state.
 
-        Raises TypeError if the producer is not `Fuzzable`.
+        Raises `NotCaptured` if `key` is not captured, and TypeError if the producer is not `Fuzzable`.
         """
         if fuzz < 1:
             raise ValueError(f"fuzz={fuzz} must be at least 1")

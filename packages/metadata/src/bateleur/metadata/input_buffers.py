@@ -43,6 +43,9 @@ class InputBuffers:
             seq_len_fill: ``seq_lens`` of padding requests: 0, or 1 if a builder needs that.
             tables: the :class:`BlockTable` of each group, if steps name its rows (``StepRows.block_table_rows``).
             queue: runs the device work. Default: the current stream of the device.
+
+        Raises ValueError if a group's block table is too narrow for ``max_model_len``, or if ``tables`` differ in
+        length or are not as wide as those of the groups.
         """
         if seq_len_fill not in (0, 1):
             raise ValueError(f"seq_len_fill: {seq_len_fill} must be 0 or 1")

@@ -60,7 +60,10 @@ class SeqLenBound:
         return int(value) if isinstance(rows, int) else value
 
     def advanced(self, k: int, cap: int) -> SeqLenBound:
-        """Return the bounds after ``k`` more tokens, 0 in padded rows. Those lowered to ``cap`` become inexact."""
+        """Return the bounds after ``k`` more tokens, 0 in padded rows. Those lowered to ``cap`` become inexact.
+
+        ``cap`` is ``max_model_len``. Raises ValueError for negative ``k``.
+        """
         if k < 0:
             raise ValueError(f"k: {k} is negative; a bound can only advance")
         wide = self.upper.astype(np.int64) + k

@@ -112,7 +112,7 @@ class HeadSpec:
     tap_norm: norm before `fc`: one for each tap (`fc_norm`), or one over all concatenated taps (`norm_before_fc`).
     norm_before_residual: EAGLE-3: the first residual is the normalised hidden state.
     qk_norm: query and key heads are normalised before rotation.
-    biases: layers that have a bias: "fc", "attention", "mlp".
+    biases: layers that have a bias.
     """
 
     kind: Literal["eagle1", "eagle3", "mtp"]
@@ -134,7 +134,7 @@ class HeadSpec:
     tap_norm: Literal["each", "all"] | None = None
     norm_before_residual: bool = False
     qk_norm: bool = False
-    biases: frozenset[str] = frozenset()
+    biases: frozenset[Literal["fc", "attention", "mlp"]] = frozenset()
 
     def __post_init__(self) -> None:
         for name in ("hidden_size", "num_heads", "num_kv_heads", "head_dim", "intermediate_size"):

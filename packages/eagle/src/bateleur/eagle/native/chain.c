@@ -1,4 +1,4 @@
-/* All draft passes of a step for an EAGLE-3 head with one layer, in float32, from features to tokens. heads/eagle3.py and
+/* All draft passes of a step for an EAGLE-3 head with one layer, in float32, from features to tokens. heads/eagle.py and
    passes.py define the computation.
 
    The first pass has the kept tokens of the target's step, the others one token a row. Keys and values go to the cache;
