@@ -11,7 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bateleur.cudagraph.batch_descriptor import BatchExecutionDescriptor, UnpaddedBatch
-from bateleur.cudagraph.data_parallel import NO_COMMON_VARIANT, JointDispatch, RankStep, RankStepCodec, dispatch_jointly
+from bateleur.cudagraph.data_parallel import (
+    NO_COMMON_VARIANT,
+    JointDispatch,
+    LocalCoordinator,
+    RankStep,
+    RankStepCodec,
+    dispatch_jointly,
+)
 from bateleur.cudagraph.dispatcher import CudagraphDispatcher, DispatchDecision, DispatchReason
 from bateleur.cudagraph.modes import CudaGraphMode
 
@@ -86,9 +93,10 @@ def test_the_graph_fits_every_rank(inputs: tuple[CudagraphDispatcher, list[RankS
     for step in steps:
         assert step.ready is None or key in step.ready
         local = joint.decision_for(step.batch)
-        tokens = 0 if step.batch is None else step.batch.num_tokens
+        tokens, reqs = (0, 0) if step.batch is None else (step.batch.num_tokens, step.batch.num_reqs)
         assert (local.descriptor, local.reason) == (key, joint.reason)
         assert local.pad_tokens == key.num_tokens - tokens >= 0
+        assert local.pad_reqs == (0 if key.num_reqs is None else key.num_reqs - reqs) >= 0
         assert step.batch is None or fits(key, step.batch, joint.reason)
 
 
@@ -155,7 +163,7 @@ def test_one_rank_gets_its_own_decision(
 ) -> None:
     ready = frozenset(key for key in dispatcher.keys if data.draw(st.booleans()))
     for allowed in (None, ready):
-        joint = dispatch_jointly([RankStep(batch, allowed)], dispatcher)
+        joint = LocalCoordinator(dispatcher).coordinate(RankStep(batch, allowed))
         assert joint.batch == batch
         assert joint.decision_for(batch) == dispatcher.dispatch(batch, allowed)
         assert joint.rank == (0 if joint.descriptor is None else None)
@@ -213,8 +221,9 @@ PREFILL = UnpaddedBatch(1, 12, 12, 12, False)
 def test_the_graph_holds_the_largest_batch_of_all_ranks() -> None:
     joint = dispatch_jointly([RankStep(decode(3)), RankStep(decode(7)), RankStep(None)], DISPATCHER)
     assert joint == JointDispatch(decode(7), BatchExecutionDescriptor(FULL, 8, 8, 1, 1), DispatchReason.DECODE)
-    assert joint.decision_for(decode(3)) == DispatchDecision(joint.descriptor, DispatchReason.DECODE, 5)
-    assert joint.decision_for(None) == DispatchDecision(joint.descriptor, DispatchReason.DECODE, 8)
+    assert str(joint) == "all ranks: FULL 8 tokens, 8 requests, 1 each"
+    assert joint.decision_for(decode(3)) == DispatchDecision(joint.descriptor, DispatchReason.DECODE, 5, 5)
+    assert joint.decision_for(None) == DispatchDecision(joint.descriptor, DispatchReason.DECODE, 8, 8)
     assert joint.num_tokens == 8
 
 
@@ -226,6 +235,7 @@ def test_a_prefill_row_on_one_rank_excludes_the_decode_graph() -> None:
     assert dispatch_jointly([RankStep(decode(3)), RankStep(chunks)], DISPATCHER).reason is DispatchReason.PIECEWISE
     eager = dispatch_jointly([RankStep(decode(3)), RankStep(PREFILL), RankStep(decode(99))], DECODE_ONLY)
     assert (eager.descriptor, eager.reason, eager.rank, eager.num_tokens) == (None, DispatchReason.HAS_PREFILL, 1, 99)
+    assert str(eager) == "rank 1: eager: no graphs for batches with a prefill row"
     assert (
         eager.decision_for(decode(3)) == eager.decision_for(None) == DispatchDecision(None, DispatchReason.HAS_PREFILL)
     )
@@ -234,6 +244,7 @@ def test_a_prefill_row_on_one_rank_excludes_the_decode_graph() -> None:
 def test_query_lengths_must_be_equal_for_a_uniform_graph() -> None:
     joint = dispatch_jointly([RankStep(decode(3)), RankStep(decode(3, 2))], DECODE_ONLY)
     assert (joint.descriptor, joint.reason, joint.rank) == (None, DispatchReason.QUERY_LEN, None)
+    assert str(joint) == "all ranks: eager: no graph for this query length"
     assert dispatch_jointly([RankStep(decode(3, 2)), RankStep(decode(4, 2))], DECODE_ONLY).num_tokens == 8
 
 

@@ -69,13 +69,14 @@ def test_the_graph_fits_the_batch(dispatcher: CudagraphDispatcher, batch: Unpadd
     key = decision.descriptor
     if key is None:
         assert decision.reason.startswith("eager")
-        assert decision.pad_tokens == 0
+        assert (decision.pad_tokens, decision.pad_reqs) == (0, 0)
         usable = [k for k in dispatcher.keys if admits(k, batch, is_decode_key(dispatcher, k))]
         assert usable == []
         return
     assert key in dispatcher.keys
     assert admits(key, batch, decode_key=decision.reason is DispatchReason.DECODE)
     assert decision.pad_tokens == key.num_tokens - batch.num_tokens >= 0
+    assert decision.pad_reqs == (0 if key.num_reqs is None else key.num_reqs - batch.num_reqs) >= 0
     part = dispatcher.mode.decode_mode if batch.decode_only else dispatcher.mode.mixed_mode
     assert key.mode is part or (part is FULL and key.mode is dispatcher.mode.mixed_mode)
 
@@ -176,8 +177,8 @@ def test_equal_prefill_chunks_get_no_decode_graph() -> None:
     dispatcher = CudagraphDispatcher.make(CudaGraphMode.FULL_AND_PIECEWISE, [4, 8], query_lens=(1, 2))
     decode = dispatcher.dispatch(UnpaddedBatch(3, 6, 2, 2, decode_only=True))
     prefill = dispatcher.dispatch(UnpaddedBatch(3, 6, 2, 2, decode_only=False))
-    assert decode == DispatchDecision(BatchExecutionDescriptor(FULL, 8, 4, 2, 2), DispatchReason.DECODE, 2)
-    assert prefill == DispatchDecision(BatchExecutionDescriptor(PIECEWISE, 8), DispatchReason.PIECEWISE, 2)
+    assert decode == DispatchDecision(BatchExecutionDescriptor(FULL, 8, 4, 2, 2), DispatchReason.DECODE, 2, 1)
+    assert prefill == DispatchDecision(BatchExecutionDescriptor(PIECEWISE, 8), DispatchReason.PIECEWISE, 2, 0)
 
 
 def test_capture_sizes_are_rounded_to_whole_rows_and_lowered_to_the_limit() -> None:
@@ -289,7 +290,7 @@ def test_counter() -> None:
     for num_reqs in (3, 4, 9):
         counter.count(dispatcher.dispatch(UnpaddedBatch(num_reqs, num_reqs, 1, 1, True)))
     assert dict(counter.by_reason) == {DispatchReason.DECODE: 2, DispatchReason.NUM_REQS: 1}
-    assert (counter.by_reason.total(), counter.num_graph_tokens, counter.num_pad_tokens) == (3, 8, 1)
+    assert (counter.total, counter.num_graph_tokens, counter.num_pad_tokens) == (3, 8, 1)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,15 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from bateleur.cudagraph import CudagraphDispatcher, CudaGraphMode, DispatchReason, RecordedBackend, ReplayChecks
+from bateleur.cudagraph import (
+    CudagraphDispatcher,
+    CudaGraphMode,
+    DispatchReason,
+    RankStep,
+    RecordedBackend,
+    ReplayChecks,
+    dispatch_jointly,
+)
 from bateleur.cudagraph import get_backend as get_graph_backend
 from bateleur.eagle.borrow import BorrowError
 from bateleur.eagle.buffers import DraftBuffers
@@ -500,7 +508,7 @@ def test_graphs_propose_what_eager_passes_do(mode: str, fuse: bool) -> None:
     assert engine.drafter is not None
     assert engine.drafter.decisions.by_reason == {DispatchReason.DECODE: 8}
     assert eager.drafter is not None
-    assert eager.drafter.decisions.by_reason.total() == 0
+    assert eager.drafter.decisions.total == 0
 
 
 @pytest.mark.gpu
@@ -580,6 +588,30 @@ def test_a_proposal_never_waits_for_the_device(mode: str | None) -> None:
 
     engine.drafter.propose = watched  # type: ignore[method-assign]
     run(engine, SCHEDULE[:6], check=False)
+
+
+@pytest.mark.parametrize(("other", "reason"), [(3, DispatchReason.DECODE), (9, DispatchReason.NUM_REQS)])
+def test_ranks_agree_on_the_chains_graph(other: int, reason: DispatchReason) -> None:
+    """A rank with one row pads to the graph of the rank with three, or runs eagerly as the rank with nine does."""
+
+    class TwoRanks:
+        def __init__(self, plan: CudagraphDispatcher) -> None:
+            self.plan = plan
+
+        def coordinate(self, mine: RankStep) -> Any:
+            assert mine.batch is not None
+            theirs = replace(mine.batch, num_reqs=other, num_tokens=other)
+            return dispatch_jointly((mine, RankStep(theirs, mine.ready)), self.plan)
+
+    alone, graphs = make(), replace(recorded(), coordinator=TwoRanks)
+    engine = make(graphs=graphs, mode="FULL_DECODE_ONLY")
+    for work in ({1: 5}, {1: 1 + K}):
+        assert torch.equal(alone.step(work), engine.step(work))
+    assert engine.drafter is not None
+    decisions = engine.drafter.decisions
+    assert decisions.by_reason == {reason: 2}
+    graph = (8, 6) if reason is DispatchReason.DECODE else (0, 0)
+    assert (decisions.num_graph_tokens, decisions.num_pad_tokens) == graph
 
 
 # --- wiring -------------------------------------------------------------------------------------------------

@@ -7,7 +7,14 @@ from bateleur.cudagraph.backends.recorded import RecordedBackend
 from bateleur.cudagraph.batch_descriptor import BatchExecutionDescriptor, UnpaddedBatch, Variant
 from bateleur.cudagraph.capture_report import CaptureCost, CaptureReport, KeyEvent
 from bateleur.cudagraph.captured_state import CapturedState, CapturedStateProducer, CapturedStates
-from bateleur.cudagraph.data_parallel import JointDispatch, RankStep, TorchDistCoordinator, dispatch_jointly
+from bateleur.cudagraph.data_parallel import (
+    DispatchCoordinator,
+    JointDispatch,
+    LocalCoordinator,
+    RankStep,
+    TorchDistCoordinator,
+    dispatch_jointly,
+)
 from bateleur.cudagraph.dispatcher import (
     Coverage,
     CudagraphDispatcher,
@@ -39,9 +46,9 @@ from bateleur.cudagraph.verify import ReplayComparison, VerifyReport, rounding_t
 __all__ = [
     "AddressMoved", "BatchExecutionDescriptor", "Body", "CaptureCost", "CaptureError", "CaptureReport", "CapturedBody",
     "CapturedState", "CapturedStateProducer", "CapturedStates", "Coverage", "CudaGraphManager", "CudaGraphMode",
-    "CudagraphDispatcher", "DanglingExternal", "DispatchCounter", "DispatchDecision",
+    "CudagraphDispatcher", "DanglingExternal", "DispatchCoordinator", "DispatchCounter", "DispatchDecision",
     "DispatchReason", "EagerBackend", "Execution", "ExternalMemory", "Fuzzable", "GraphBackend", "GraphError",
-    "HostSync", "JointDispatch", "KeyEvent", "KeyMismatch", "NotCaptured", "Phase", "Poisonable",
+    "HostSync", "JointDispatch", "KeyEvent", "KeyMismatch", "LocalCoordinator", "NotCaptured", "Phase", "Poisonable",
     "Producer", "RankStep", "RecordedBackend", "ReplayChecks", "ReplayComparison", "ReplayFailed", "SharedState",
     "SignatureLike", "SignatureMismatch", "SizeRange", "StagedBatch", "StaleState", "TorchDistCoordinator",
     "UnpaddedBatch", "Variant", "VerifyReport", "dispatch_jointly", "get_backend", "rounding_tolerance",

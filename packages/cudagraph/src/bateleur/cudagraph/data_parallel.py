@@ -7,6 +7,7 @@ computes the decision itself by `dispatch_jointly`, from the same input of all r
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -65,8 +66,23 @@ class JointDispatch:
                 f"batch of {num_reqs} requests and {num_tokens} tokens exceeds the joint batch of {most_reqs} requests "
                 f"and {most_tokens} tokens; pass the batch that this rank gave to the joint dispatch"
             )
-        pad_tokens = 0 if self.descriptor is None else self.descriptor.num_tokens - num_tokens
-        return DispatchDecision(self.descriptor, self.reason, pad_tokens)
+        key = self.descriptor
+        if key is None:
+            return DispatchDecision(None, self.reason)
+        pad_reqs = 0 if key.num_reqs is None else key.num_reqs - num_reqs
+        return DispatchDecision(key, self.reason, key.num_tokens - num_tokens, pad_reqs)
+
+    def __str__(self) -> str:
+        if self.descriptor is not None:
+            return f"all ranks: {self.descriptor}"
+        return f"{'all ranks' if self.rank is None else f'rank {self.rank}'}: {self.reason}"
+
+
+class DispatchCoordinator(Protocol):
+    """Exchanges the input of all ranks, and makes the joint decision."""
+
+    def coordinate(self, own_step: RankStep) -> JointDispatch:
+        """Return the dispatch decision for all ranks. Every rank must call it with its input once per step."""
 
 
 def dispatch_jointly(steps: Sequence[RankStep], dispatcher: CudagraphDispatcher) -> JointDispatch:
@@ -160,6 +176,17 @@ class RankStepCodec:
         name = NO_COMMON_VARIANT if variant < 0 else self._variants[variant]
         batch = UnpaddedBatch(num_reqs, num_tokens, query_len or None, max_query_len, bool(decode_only), name)
         return RankStep(batch, ready)
+
+
+class LocalCoordinator:
+    """Makes the dispatch decision of a single rank, without communication."""
+
+    def __init__(self, dispatcher: CudagraphDispatcher) -> None:
+        self._dispatcher = dispatcher
+
+    def coordinate(self, own_step: RankStep) -> JointDispatch:
+        """Return the dispatch decision for this rank alone."""
+        return dispatch_jointly((own_step,), self._dispatcher)
 
 
 class TorchDistCoordinator:

@@ -57,7 +57,7 @@ NUM_CONSTRAINTS_MET = {
 
 @dataclass(frozen=True, slots=True)
 class DispatchDecision:
-    """The graph that one batch runs on and the padding tokens to add before staging, or why it runs eagerly.
+    """The graph that one batch runs on and the padding to add before staging, or why it runs eagerly.
 
     ``reason``: the kind of graph. For an eager batch, the constraint of the nearest graph that it violates.
     """
@@ -65,6 +65,7 @@ class DispatchDecision:
     descriptor: BatchExecutionDescriptor | None
     reason: DispatchReason
     pad_tokens: int = 0
+    pad_reqs: int = 0
 
 
 class DispatchCounter:
@@ -81,6 +82,11 @@ class DispatchCounter:
         if decision.descriptor is not None:
             self.num_graph_tokens += decision.descriptor.num_tokens
             self.num_pad_tokens += decision.pad_tokens
+
+    @property
+    def total(self) -> int:
+        """Number of counted dispatch decisions."""
+        return self.by_reason.total()
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,7 +222,8 @@ class CudagraphDispatcher:
             if violated is None:
                 for key in group.keys[bisect_left(group.keys, batch.num_tokens, key=attrgetter("num_tokens")) :]:
                     if (ready is None or key in ready) and _violated_constraint(key, batch) is None:
-                        return DispatchDecision(key, group.kind, key.num_tokens - batch.num_tokens)
+                        pad_reqs = 0 if key.num_reqs is None else key.num_reqs - batch.num_reqs
+                        return DispatchDecision(key, group.kind, key.num_tokens - batch.num_tokens, pad_reqs)
                 violated = DispatchReason.NOT_CAPTURED
             if NUM_CONSTRAINTS_MET[violated] > NUM_CONSTRAINTS_MET[reason]:
                 reason = violated

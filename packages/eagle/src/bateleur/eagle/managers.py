@@ -19,7 +19,9 @@ from bateleur.cudagraph import (
     CudagraphDispatcher,
     CudaGraphManager,
     CudaGraphMode,
+    DispatchCoordinator,
     GraphBackend,
+    LocalCoordinator,
     Phase,
     ReplayChecks,
     StagedBatch,
@@ -38,12 +40,14 @@ class DraftGraphs:
     sizes: numbers of requests of the graphs of passes after the first (the chain).
     fuse: whether one graph holds a whole chain, if its metadata can be refreshed in the graph; else one graph per pass.
     checks: level of the checks before a replay.
+    coordinator: makes the coordinator of all ranks for a dispatcher. It chooses the graph of the chain.
     """
 
     backend: GraphBackend
     sizes: tuple[int, ...]
     fuse: bool = True
     checks: ReplayChecks = ReplayChecks.CHEAP
+    coordinator: Callable[[CudagraphDispatcher], DispatchCoordinator] = LocalCoordinator
 
 
 class PrefillEagleCudaGraphManager(CudaGraphManager[DraftState, Tensor]):

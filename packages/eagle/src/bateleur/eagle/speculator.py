@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bateleur.cudagraph import BatchExecutionDescriptor, CapturedStates, DispatchCounter, Execution, Phase
+from bateleur.cudagraph import BatchExecutionDescriptor, CapturedStates, DispatchCounter, Execution, Phase, RankStep
 from bateleur.eagle.borrow import TargetState, require_borrow
 from bateleur.eagle.buffers import DraftBuffers, DraftLogits
 from bateleur.eagle.cache import DraftCache
@@ -75,7 +75,7 @@ class EagleSpeculator:
         self.draft_max_seq_len = limits.max_model_len
         self.draft_prefill_builds = 0
         self.decisions = DispatchCounter()
-        self._cache, self._group = cache, cache.group
+        self._cache = cache
         self._builder = builder = backend.builder()
         check_reads(builder)
         held = min(limits.max_model_len, head.spec.max_positions or limits.max_model_len)
@@ -106,6 +106,7 @@ class EagleSpeculator:
                 graphs.sizes if k > 1 else (), limits.max_num_reqs, self._chain, builder.graph_support
             )
             self.decode = DecodeEagleCudaGraphManager(plan, graphs.backend, checks=graphs.checks)
+            self._coordinator = graphs.coordinator(plan)
 
     # --- Drafter --------------------------------------------------------------------------------------------
 
@@ -159,8 +160,8 @@ class EagleSpeculator:
     def _stage(self, context: DraftContext, *, clears: bool = True) -> None:
         """Write the inputs of the first pass. clears: see `DraftBuffers.set_rows`."""
         x, batch = self.inputs, context.batch
-        stage_first(x, batch, self._group, context.next_token, context.num_valid)
-        table = batch.block_tables[self._group]
+        stage_first(x, batch, self._cache.group, context.next_token, context.num_valid)
+        table = batch.block_tables[self._cache.group]
         x.set_rows(context.seeds, context.temperature, table, context.rows, clears=clears)
         x.hidden[: batch.num_tokens] = self.head.fuse(context.features)
 
@@ -264,14 +265,14 @@ class EagleSpeculator:
         batch, metadata = target.batch, target.attention
         if metadata is None:
             self.draft_prefill_builds += 1
-            metadata = self._builder.build(batch, self._group, phase)
+            metadata = self._builder.build(batch, self._cache.group, phase)
         else:
-            require_borrow(metadata, batch, self._group, now)
+            require_borrow(metadata, batch, self._cache.group, now)
         return DraftState(batch, metadata, self._builder.signature, greedy)
 
     def _adopt(self, target: TargetState, phase: Phase, seed: int | None = None) -> DraftState:
         """Stage a dummy step in the drafter's buffers (random with `seed`); return the state of its first pass."""
-        self.steps.stage_dummy(target.batch, self._group, seed=seed)
+        self.steps.stage_dummy(target.batch, self._cache.group, seed=seed)
         return self._borrow(target, phase=BuildPhase(phase.value))
 
     # --- the chain ------------------------------------------------------------------------------------------
@@ -281,7 +282,7 @@ class EagleSpeculator:
         batch, num_drafts, refresh, key = context.batch, context.num_drafts, self._passes.refresh, None
         if self.decode is not None:
             ask = self.decode.ask(batch.num_actual_reqs, self._chain)
-            decision = self.decode.dispatcher.dispatch(ask, self.decode.ready)
+            decision = self._coordinator.coordinate(RankStep(ask, self.decode.ready)).decision_for(ask)
             self.decisions.count(decision)
             key = decision.descriptor
         padded_rows = batch.num_actual_reqs if key is None else key.num_tokens

@@ -142,8 +142,8 @@ class ProposalGraphs:
         state = ProposalState(staged.state, features, passes)
         self.manager.replay(key, StagedBatch(key, state, generation, passes.signature))
         self._drafter.inputs.note_rows(batch.num_reqs)
-        decision = DispatchDecision(key, DispatchReason.DECODE, batch.num_tokens - batch.num_actual_tokens)
-        self._drafter.decisions.count(decision)
+        pad_tokens, pad_reqs = batch.num_tokens - batch.num_actual_tokens, batch.num_reqs - batch.num_actual_reqs
+        self._drafter.decisions.count(DispatchDecision(key, DispatchReason.DECODE, pad_tokens, pad_reqs))
 
     def verify(self, fuzz: int, written: Callable[[StepContext], Mapping[str, Tensor]]) -> VerifyReport:
         """Check that replays equal eager runs on random steps.
