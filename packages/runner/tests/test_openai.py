@@ -50,7 +50,7 @@ def output(text: str = "ab", logprobs: Any = None, **more: Any) -> RequestOutput
 
 
 def replied(asked: ChatRequest, whole: RequestOutput, events: Sequence[Event] = ()) -> dict[str, Any]:
-    """The reply of a chat, all text of which is content unless events are given."""
+    """The reply of a chat. Its whole text is content unless events are given."""
     usage = Usage()
     usage.count(whole)
     text: list[Sequence[Event]] = [[Content(each.text), End("stop", None)] for each in whole.outputs]

@@ -16,8 +16,9 @@ EARLY_STEPS, EARLY_RATIO = 4, 1.25
 """A trial ends after so many measured steps if one choice takes at least this multiple of the other's time per token.
 """
 FIRST_WAIT, CLEAR_WAIT, LONGEST_WAIT = 8, 128, 2048
-"""Measured steps before the first trial, after a change by `EARLY_RATIO`, and at most between trials. The wait doubles
-each time the current choice wins, and grows fourfold if the other one is slower by `EARLY_RATIO`."""
+"""Measured steps before the first trial, before the next trial after the choice changed by at least `EARLY_RATIO`, and
+at most between trials. The wait doubles each time the current choice wins, and grows fourfold if the other choice is
+slower by `EARLY_RATIO`."""
 MARGIN = 0.05
 """By how much faster the other choice must be to replace the current one."""
 OUTLIER = 3.0

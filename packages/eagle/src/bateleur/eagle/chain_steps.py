@@ -155,7 +155,7 @@ class ChainSteps:
         """Stage a first draft pass over dummy requests: overwrite all inputs, as for real requests.
 
         group: KV-cache group of `batch` for the draft's layers.
-        table: block table of the requests, by default that of the batch.
+        table: block table of the requests; default: the block table of the batch.
         seed: if given, buffers and caches are random, sampled on their device in their dtype.
         """
         x = self._inputs

@@ -184,7 +184,7 @@ class MambaStateManager:
     def _changes(
         self, rows: Longs, before_R: Ints, after_R: Ints, prompt_lens_R: Ints
     ) -> tuple[list[list[int]], list[list[int]], Longs]:
-        """Return the blocks that `commit` drops from and adds to the prefix cache, and those that no later step reads.
+        """Return the blocks that `commit` drops from and adds to the prefix cache, and the blocks no later step reads.
 
         The first two are (index in `rows`, row, column, slot), the last are cells of the flattened block table.
         """

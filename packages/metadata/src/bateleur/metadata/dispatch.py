@@ -72,8 +72,8 @@ def define_op(
 ) -> F:
     """Define the operator ``torch.ops.<library>.<name>`` with the signature of ``like`` and return it.
 
-    mutates: names of the arguments that it writes to. fake: implementation for fake tensors. name: default is that of
-    ``like``. On CUDA, float64 uses the torch implementation, because Triton kernels compute in float32.
+    mutates: names of the arguments that it writes to. fake: implementation for fake tensors. name: by default the
+    name of ``like``. On CUDA, float64 uses the torch implementation, because Triton kernels compute in float32.
     """
     name = name or like.__name__
     schema = infer_schema(like, mutates_args=tuple(mutates)).replace("SymInt", "int")

@@ -45,7 +45,7 @@ class CudaGraphPool:
         * The device allocator defers frees and can't return cached memory. The two `torch._C` calls below end this.
         * The host allocator refuses another capture into the pool, so the pool is abandoned. At each allocation it
           calls a function with the address of the graph object, so the object is never freed.
-        * The generator refuses to draw outside of a capture. A complete capture resets it: that of an empty graph.
+        * The generator refuses to draw outside of a capture. Capturing an empty graph resets it.
         """
         self.abandoned = True
         _INVALID.append(graph)

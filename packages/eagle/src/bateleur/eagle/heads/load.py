@@ -32,7 +32,7 @@ class LoadReport:
     own, shared: taken from the checkpoint, and from the target (`embed_tokens`, `lm_head`).
     unused: in the checkpoint and known to be unnecessary, such as the mask `t2d`.
     notes: remarks, such as boundaries chosen by default.
-    num_parameters, num_bytes: of `own`, without those that equal the target's; bytes in the dtype of the head.
+    num_parameters, num_bytes: of `own`, without tensors that equal the target's; bytes in the dtype of the head.
     """
 
     path: Path

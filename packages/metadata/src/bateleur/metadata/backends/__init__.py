@@ -49,7 +49,7 @@ def get_backend(
 ) -> AttentionBackend:
     """Return the backend ``name``; ``auto`` selects the first one that supports the configuration.
 
-    ``name`` is ``auto`` or one of :func:`backend_names`. ``dtype`` is that of queries, and of KV caches without a
+    ``name`` is ``auto`` or one of :func:`backend_names`. ``dtype`` is the dtype of queries, and of KV caches without a
     ``kv_dtype``. ``sliding_window`` is in tokens. ValueError says why a backend does not support the configuration.
     """
     if name != "auto" and name not in _PATHS:

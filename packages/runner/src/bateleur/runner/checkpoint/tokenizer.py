@@ -119,7 +119,7 @@ _FLAGS = ("content", "lstrip", "normalized", "rstrip", "single_word", "special")
 
 
 def read_without_transformers(folder: Path) -> FileTokenizer | None:
-    """Return the tokenizer of a folder, equal to that of transformers; None if its files do not describe it."""
+    """Return the tokenizer of a folder with the ids and texts of transformers. None if its files do not describe it."""
     file, config = folder / "tokenizer.json", folder / "tokenizer_config.json"
     if not (file.is_file() and config.is_file()) or (folder / "additional_chat_templates").exists():
         return None

@@ -31,7 +31,7 @@ class PartFacts:
     layers: int
     parameters: int
     weight_bytes: int
-    active_bytes: int  # bytes of the weights that one token uses: of experts only those that the router selects
+    active_bytes: int  # bytes of the weights that one token uses: only the experts that the router selects
 
 
 def layer_of(spec: ModelSpec, name: str) -> SingleLayer | None:

@@ -61,7 +61,7 @@ class Module:
         return self[part].mapped()
 
     def e4m3(self, part: str) -> Tensor:
-        """Return the bits of e4m3 numbers, none of which may be NaN."""
+        """Return the bits of e4m3 numbers. Raise an error if one is NaN."""
         codes = self[part].mapped()
         if ((codes & 0x7F) == 0x7F).any():
             raise self.damaged(part)
