@@ -3,6 +3,7 @@
 import random
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import partial
 from inspect import CO_GENERATOR
@@ -12,11 +13,11 @@ from types import CodeType, FrameType
 from typing import Any
 
 import pytest
-import tqdm
 
 import bateleur.runner
 from bateleur.runner import LLM, CompletionOutput, RequestOutput, RequestOutputKind, SamplingParams
 from bateleur.runner.engine_thread import AdmissionLimit
+from bateleur.runner.utils import progress
 
 SOURCES = str(Path(bateleur.runner.__file__).parents[2])
 """The folder of `bateleur`: where an interrupt may come."""
@@ -317,12 +318,16 @@ def test_an_interrupt_in_the_bar_ends_the_requests_at_once(llm: LLM, monkeypatch
                 raise KeyboardInterrupt
             return super().write(text)
 
-    bar = partial(tqdm.tqdm, mininterval=0, miniters=1, file=Terminal())
-    monkeypatch.setattr(tqdm, "tqdm", bar)
+    lock = progress.ProgressBar.get_lock().th_lock
+    bar = partial(progress.ProgressBar, mininterval=0, miniters=1, file=Terminal())
+    monkeypatch.setattr(progress, "ProgressBar", bar)
     with pytest.raises(KeyboardInterrupt) as caught:
         llm.generate(PROMPTS, PARAMS, use_tqdm=True)
     assert_idle(llm)
     assert caught.tb is not None  # keeps all frames of the call
+    with ThreadPoolExecutor(1) as other:
+        assert other.submit(lock.acquire, blocking=False).result()
+        other.submit(lock.release).result()
 
 
 def test_an_interrupted_stream_leaves_nothing(llm: LLM) -> None:

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import closing, suppress
+from contextlib import closing, nullcontext, suppress
 from inspect import Parameter, Signature
 from pathlib import Path
 from typing import Any, Self, Unpack, cast
@@ -146,12 +146,13 @@ class LLM:
             lora_request=lora_request,
         )
         results: dict[str, RequestOutput] = {}
-        from tqdm import tqdm
+        from .utils.progress import ProgressBar
 
-        with tqdm(total=len(requests), unit="request", disable=not use_tqdm) as bar:
+        with ProgressBar(total=len(requests), unit="request") if use_tqdm else nullcontext() as bar:
             for output in self._run(requests):  # not `tqdm(...)`: a traceback would keep the generator open
                 results[output.request_id] = output
-                bar.update(1)
+                if bar is not None:
+                    bar.update()
         return [results[request.request_id] for request in requests]
 
     def chat(
