@@ -39,6 +39,7 @@ def test_parts_of_a_step_are_measured_by_requests(drafts: int) -> None:
     assert [row["batch"] for row in found["steps"]] == [1, 2]
     for row in found["steps"]:
         assert all(0 < row[part] < row["total"] for part in host_step.PARTS)
+        assert row["total"] < 60e6, "all parts are measured by one clock"
     assert {*host_step.prefixes(2, 600)} == {"hash_us", "lookup_us"}
 
 
