@@ -126,14 +126,19 @@ class MambaMetadataBuilder:
         )
         return replace(meta, piecewise_decodes=decodes)
 
-    def num_repeatable_steps(self, meta: MambaMetadata, common: CommonAttentionMetadata) -> int:
+    def num_repeatable_steps(self, meta: MambaMetadata, common: CommonAttentionMetadata, *, settled: bool) -> int:
         """Return how many further steps of the same requests, with one token each, would get the same metadata.
 
-        Assumes that the block tables do not change. 0 if requests carry states or if the batch has prefills.
+        With `states`, these steps need no `commit` either: it would store the values that are there. Assumes that the
+        block tables do not change. 0 for prefills, for the FOLD policy, and with `states` unless the batch is settled.
+
+        settled: whether the step before was of the same requests, with one token each. A step after drafts is not: it
+            reads the state after the last accepted one.
         """
         lens = common.seq_len_bound.upper[: common.num_actual_reqs]
         continues = common.max_query_len == 1 and len(lens) and (lens > 1).all()
-        if self.states is not None or meta.num_prefills or not continues:
+        carries = self.states is not None and (not settled or self.layout.policy is StatePolicy.FOLD)
+        if carries or meta.num_prefills or not continues:
             return 0
         if self.layout.mode is MambaCacheMode.NONE:
             return self.layout.max_model_len

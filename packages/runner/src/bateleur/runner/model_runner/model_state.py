@@ -42,13 +42,15 @@ StagedStep = StagedBatch[StepContext]
 class _Built(NamedTuple):
     """Metadata of the recurrent layers, stored to be reused by the next steps.
     batch_id: identity of the batch, see `StepRows`. written: counts of clears and writes of the block table when the
-    metadata was built. longest: length in tokens of the longest request for which it is valid.
+    metadata was built. longest: length in tokens of the longest request for which it is valid. repeats: whether the
+    current step reuses it.
     """
 
     batch_id: object
     written: tuple[int, int]
     longest: int
     metadata: MambaMetadata
+    repeats: bool = False
 
 
 class ModelState:
@@ -90,7 +92,7 @@ class ModelState:
         self._mamba: MambaMetadataBuilder | None = None
         self._states: RequestStates | None = None
         self._last: _Built | None = None
-        """Metadata of the last step, if the next step can reuse it."""
+        """Metadata of the last step, if its batch can repeat."""
         if caches.pool is not None:
             self._init_mamba(model, limits.max_num_seqs, prompt_scan)
 
@@ -194,16 +196,13 @@ class ModelState:
         table = self._state_blocks
         written = table.num_clears, table.num_writes
         last, self._last = self._last, None
-        if (
-            last is not None
-            and last.batch_id is batch_id
-            and last.written == written
-            and batch.max_seq_len <= last.longest
-        ):
-            self._last = last
+        same = batch_id is not None and last is not None and last.batch_id is batch_id
+        if last is not None and same and last.written == written and batch.max_seq_len <= last.longest:
+            self._last = last._replace(repeats=True)
             return last.metadata
         metadata = builder.build(batch, self._mamba_group, phase)
-        if batch_id is not None and (lasts := builder.num_repeatable_steps(metadata, batch)):
+        if batch_id is not None:
+            lasts = builder.num_repeatable_steps(metadata, batch, settled=same)
             self._last = _Built(batch_id, written, batch.max_seq_len + lasts, metadata)
         return metadata
 
@@ -227,6 +226,9 @@ class ModelState:
         if self._mamba is None or self.caches.pool is None:
             return
         assert context.mamba is not None
+        last = self._last
+        if not captured and last is not None and last.repeats and last.metadata is context.mamba:
+            return  # one token a request, as in the step before: what requests carry stays
         accepted = num_valid
         if accepted is None or accepted.shape[0] < context.batch.num_reqs or captured:
             accepted = self._num_valid[: context.batch.num_reqs]
