@@ -92,8 +92,8 @@ def test_who_reads_nothing_is_cut_off_unless_he_begins_again() -> None:
 
     async def write(resumes: bool) -> bool:
         config = uvicorn.Config(app=lambda: None, log_config=None)
-        make = Connection.factory(timeout_read=60.0, timeout_write=0.02)
-        connection = make(config=config, server_state=uvicorn.server.ServerState(), app_state={})
+        state, seconds = uvicorn.server.ServerState(), {"timeout_read": 60.0, "timeout_write": 0.02}
+        connection = Connection(config=config, server_state=state, app_state={}, **seconds)
         transport = Transport()
         connection.connection_made(transport)
         connection.pause_writing()

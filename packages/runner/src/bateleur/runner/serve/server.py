@@ -41,9 +41,10 @@ def run(llm: AsyncLLM, config: ServeConfig, listener: socket.socket, ready: Call
         await llm.close()
 
     app.router.lifespan_context = lifespan
+    connection: Any = partial(Connection, timeout_read=config.timeout_read, timeout_write=config.timeout_write)
     settings = uvicorn.Config(
         app,
-        http=Connection.factory(timeout_read=config.timeout_read, timeout_write=config.timeout_write),
+        http=connection,
         ws="none",
         lifespan="on",
         log_level=config.uvicorn_log_level,
@@ -110,11 +111,6 @@ class Connection(H11Protocol):
         self._seconds = {"read": timeout_read, "write": timeout_write}
         self._timers: dict[str, asyncio.TimerHandle] = {}
         """Running timers: for the head of a request, and while the client does not read the reply."""
-
-    @classmethod
-    def factory(cls, *, timeout_read: float, timeout_write: float) -> Any:
-        """Return the connection factory for uvicorn."""
-        return partial(cls, timeout_read=timeout_read, timeout_write=timeout_write)
 
     def _run_timer(self, name: str, wanted: bool) -> None:
         """Start or stop a timer, after which the connection is closed."""
