@@ -7,7 +7,6 @@ import os
 import socket
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -183,7 +182,7 @@ def test_a_url_as_target_is_treated_as_its_path(target: str, path: str | None) -
     async def nothing() -> Message:
         return {"type": "http.disconnect"}
 
-    gate = AccessMiddleware(app, SimpleNamespace(config=ServeConfig(api_key=["k"]), stopping=False))
+    gate = AccessMiddleware(app, ["k"], lambda: False)
     asyncio.run(gate({"type": "http", "path": target, "method": "GET", "headers": []}, nothing, ignore))
     assert seen == ([] if path is None else [path])
 

@@ -84,7 +84,7 @@ class ReplicaFrontend:
                 return Response(merge_metrics(await self._metrics()), media_type=_METRICS_TYPE)
 
         app.router.routes.append(Route("/{path:path}", _Endpoint(self), methods=None))
-        add_middleware(app, self)
+        add_middleware(app, self.config, lambda: self.stopping)
         return app
 
     async def drain(self, timeout: float) -> None:

@@ -27,5 +27,5 @@ def build_app(llm: AsyncLLM, config: ServeConfig | None = None) -> FastAPI:
     app.state.service = service
     for endpoints in (about, openai, messages, responses, tokens):
         app.include_router(endpoints.router(service))
-    add_middleware(app, service)
+    add_middleware(app, service.config, lambda: service.stopping)
     return app

@@ -1,7 +1,7 @@
 """Middleware: API keys, CORS, and rejection of requests while the server stops."""
 
+from collections.abc import Callable, Sequence
 from hmac import compare_digest
-from typing import Protocol
 
 from fastapi import FastAPI
 from fastapi.responses import Response
@@ -13,28 +13,20 @@ from bateleur.runner.serve.config import ServeConfig
 from bateleur.runner.serve.errors import add_handlers, http_error, response_of
 
 
-class ProtectedService(Protocol):
-    """The state of `Service` that the middleware reads."""
-
-    config: ServeConfig
-    stopping: bool
-    """Whether the server is stopping and rejects new requests."""
-
-
-def add_middleware(app: FastAPI, service: ProtectedService) -> None:
+def add_middleware(app: FastAPI, config: ServeConfig, is_stopping: Callable[[], bool]) -> None:
     """Add error handlers, access checks and CORS to an app."""
     add_handlers(app)
-    app.add_middleware(AccessMiddleware, service=service)
-    if origins := list(service.config.allowed_origins):
+    app.add_middleware(AccessMiddleware, api_keys=config.api_key, is_stopping=is_stopping)
+    if origins := list(config.allowed_origins):
         app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
 
 
 class AccessMiddleware:
     """Requires an API key for `/v1`, and rejects new requests while the server stops."""
 
-    def __init__(self, app: ASGIApp, service: ProtectedService) -> None:
-        self._app, self._service = app, service
-        self._keys = [key.encode() for key in service.config.api_key]
+    def __init__(self, app: ASGIApp, api_keys: Sequence[str], is_stopping: Callable[[], bool]) -> None:
+        self._app, self._is_stopping = app, is_stopping
+        self._keys = [key.encode() for key in api_keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Reject the request, or pass it to the app. ASGI interface."""
@@ -52,7 +44,7 @@ class AccessMiddleware:
         if path.startswith("/v1") and self._keys and scope["method"] != "OPTIONS" and not self._has_valid_key(scope):
             message = "incorrect API key provided: Authorization (Bearer) or x-api-key must be a key of --api-key"
             error = http_error(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
-        elif self._service.stopping and scope["method"] == "POST":
+        elif self._is_stopping() and scope["method"] == "POST":
             message = "the server is stopping and accepts no more requests"
             error = http_error(503, message, code="stopping", headers={"Retry-After": "1"})
         else:
