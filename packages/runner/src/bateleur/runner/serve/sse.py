@@ -1,7 +1,6 @@
 """Streaming replies as server-sent events."""
 
 from collections.abc import AsyncGenerator
-from contextlib import aclosing
 from typing import Any
 
 from fastapi import HTTPException
@@ -10,8 +9,6 @@ from starlette.types import Receive, Scope, Send
 
 from bateleur.runner.serve.errors import detail_of, error_of, http_errors
 from bateleur.runner.serve.json_text import dumps
-from bateleur.runner.serve.openai.replies import Usage
-from bateleur.runner.serve.openai.requests import APIRequest
 
 
 class EventStream(StreamingResponse):
@@ -52,17 +49,3 @@ async def _encode(events: AsyncGenerator[dict[str, Any], None], named: bool) -> 
         yield error_event(error, "")
     finally:
         await events.aclose()
-
-
-async def chunks(
-    parts: AsyncGenerator[dict[str, Any], None], parsed: APIRequest, head: dict[str, Any], usage: Usage
-) -> AsyncGenerator[dict[str, Any], None]:
-    """Yield every chunk, `head` and the fields of a part, then the usage if requested. `parts` updates `usage`."""
-    async with aclosing(parts):
-        async for part in parts:
-            chunk = {**head, **part}
-            if parsed.include_usage:
-                chunk["usage"] = usage.as_dict() if parsed.continuous_usage else None
-            yield chunk
-    if parsed.include_usage:
-        yield {**head, "choices": [], "usage": usage.as_dict()}

@@ -14,9 +14,9 @@ from bateleur.runner.serve.conversation import Answer, answer
 from bateleur.runner.serve.errors import http_errors
 from bateleur.runner.serve.json_text import JSONText
 from bateleur.runner.serve.openai import replies, requests
-from bateleur.runner.serve.openai.requests import CHAT_FIELDS, COMPLETION_FIELDS, CompletionRequest
+from bateleur.runner.serve.openai.requests import CHAT_FIELDS, COMPLETION_FIELDS, APIRequest, CompletionRequest
 from bateleur.runner.serve.service import Service, prompt_index
-from bateleur.runner.serve.sse import EventStream, chunks
+from bateleur.runner.serve.sse import EventStream
 
 
 def router(service: Service) -> APIRouter:
@@ -51,7 +51,7 @@ async def _chat(service: Service, request: Request, body: dict[str, Any]) -> Res
     head = replies.reply_head(reply_id, kind, service.reply_model(parsed.model))
     answered = await answer(service, parsed, head["id"])
     if parsed.stream:
-        return EventStream(chunks(_chat_parts(service, answered), answered.parsed, head, answered.usage))
+        return EventStream(_chunks(_chat_parts(service, answered), answered.parsed, head, answered.usage))
     reports = await answered.whole(request)
     events = [each.events for each in reports]
     return JSONText(
@@ -83,7 +83,7 @@ async def _complete(service: Service, request: Request, body: dict[str, Any]) ->
     reader = await service.submit(parsed.prompts, parsed, head["id"])
     if parsed.stream:
         usage = replies.Usage()
-        return EventStream(chunks(_completion_parts(service, parsed, reader, usage), parsed, head, usage))
+        return EventStream(_chunks(_completion_parts(service, parsed, reader, usage), parsed, head, usage))
     return JSONText(replies.completion_reply(parsed, await service.finish(reader, request), head, service.decode))
 
 
@@ -105,3 +105,17 @@ async def _completion_parts(
                     offsets[index] += sum(map(len, choice["logprobs"]["tokens"]))
                 if choice["text"] or choice["finish_reason"] or choice["logprobs"] or parsed.return_token_ids:
                     yield {"choices": [choice]}
+
+
+async def _chunks(
+    parts: AsyncGenerator[dict[str, Any], None], parsed: APIRequest, head: dict[str, Any], usage: replies.Usage
+) -> AsyncGenerator[dict[str, Any], None]:
+    """Yield every chunk, `head` and the fields of a part, then the usage if requested. `parts` updates `usage`."""
+    async with aclosing(parts):
+        async for part in parts:
+            chunk = {**head, **part}
+            if parsed.include_usage:
+                chunk["usage"] = usage.as_dict() if parsed.continuous_usage else None
+            yield chunk
+    if parsed.include_usage:
+        yield {**head, "choices": [], "usage": usage.as_dict()}
