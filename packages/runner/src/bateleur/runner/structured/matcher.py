@@ -87,13 +87,12 @@ class Matcher:
 
     def allowed_prefix(self, drafts: Sequence[int]) -> int:
         """Return how many leading drafts the grammar allows, up to an end token or the first -1 (no draft)."""
-        known = list(drafts)
-        for stop, token in enumerate(known):
+        known: list[int] = []
+        for token in drafts:
             if token < 0 or token in self._no_end:
-                known = known[:stop]
                 break
+            known.append(token)
             if token in self._ends:
-                known = known[: stop + 1]
                 break
         if not known or self._parser.is_error():
             return 0

@@ -98,14 +98,12 @@ class ResponseStore:
         while self._num_bytes > self._max_bytes:
             self.drop(next(iter(self._stored)))
 
-    def drop(self, response_id: str) -> bool:
-        """Remove a response. Returns whether it existed."""
-        stored = self._stored.pop(response_id, None)
-        if stored is not None:
+    def drop(self, response_id: str) -> None:
+        """Remove a response if it is stored."""
+        if (stored := self._stored.pop(response_id, None)) is not None:
             self._num_bytes -= stored.num_bytes
             for each in stored.response["output"]:
                 self.outputs.pop(each["id"], None)
-        return stored is not None
 
 
 @dataclass(slots=True)
