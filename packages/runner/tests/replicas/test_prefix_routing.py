@@ -53,13 +53,6 @@ def test_nobody_is_chosen_who_is_gone() -> None:
         routing.choose(keys("x"), {})
 
 
-def test_who_has_lost_what_it_held_is_no_holder() -> None:
-    routing = PrefixRouting()
-    routing.choose(keys("x"), {"a": 0})
-    routing.forget("a")
-    assert routing.choose(keys("x"), {"a": 0, "b": 0}).num_matched == 0
-
-
 @given(st.data())
 def test_no_choice_is_beyond_the_bound(data: st.DataObject) -> None:
     """Loads only grow here, by what is chosen: the worst that may happen."""

@@ -150,11 +150,6 @@ class PrefixRouting:
         self._record(prefixes, choice.replica, loads)
         return choice
 
-    def forget(self, replica: str) -> None:
-        """Drop the prefixes of a replica whose cache is lost. Not needed if its name never occurs again."""
-        for holders in self._holders.values():
-            holders.discard(replica)
-
     def _hash_choices(self, prefix: bytes, loads: Mapping[str, float]) -> list[str]:
         """Return two replicas by rendezvous hashing. Adding or removing a replica changes few choices."""
         number = int.from_bytes(hashlib.blake2b(prefix, digest_size=7).digest(), "little")
