@@ -13,11 +13,9 @@ class Tokenizer(Protocol):
 
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool = False) -> str:
         """Return the text of the ids, with U+FFFD for invalid or incomplete UTF-8."""
-        ...
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return the ids of a text, with or without the special tokens around a prompt."""
-        ...
 
 
 class NoTokenizer:
