@@ -21,11 +21,6 @@ _MAX_DEPTH = 64
 _MAX_BYTES = 1 << 22
 """Maximum size of all grammars as JSON. Definitions are repeated for each property that refers to one."""
 _END_OF_PARAMETER = "\n</parameter>\n"
-_REPEATS = {"optional": "?", "star": "*", "plus": "+"}
-_TYPES = (
-    *("const_string", "json_schema", "qwen_xml_parameter", "regex", "grammar", "any_text", "sequence", "or"),
-    *("python_arguments", "optional", "star", "plus", "tag", "triggered_tags", "tags_with_separator"),
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,40 +111,11 @@ class _Compiler:
     def format(self, part: _Part) -> str:
         if part.depth > _MAX_DEPTH:
             raise ValueError(f"format is nested too deeply: it has more than {_MAX_DEPTH} levels")
-        match part.kind:
-            case "sequence":
-                return f"({' '.join(map(self.format, part.several('elements')))})"
-            case "or":
-                return self._either(part)
-            case "optional" | "star" | "plus" as kind:
-                return f"({self.format(part.inner('content'))}){_REPEATS[kind]}"
-            case "tag":
-                return f"({self._literal(part.text('begin'))} {self._after_begin(part)})"
-            case "structural_tag":
-                return self.format(part.inner("format", _format_of(part.fields)))
-            case "triggered_tags":
-                return self._triggered(part, ())
-            case "tags_with_separator":
-                return self._separated(part)
-        return self._leaf(part)
-
-    def _leaf(self, part: _Part) -> str:
-        match part.kind:
-            case "const_string":
-                return self._literal(part.text("value"))
-            case "json_schema":
-                return self._json(f"{part.place}.json_schema", part.fields.get("json_schema"))
-            case "qwen_xml_parameter":
-                return self._parameters(part.inner("json_schema").fields)
-            case "python_arguments":
-                return self._keywords(part.inner("json_schema").fields)
-            case "regex":
-                return f"/{pattern(part.text('pattern'))}/"
-            case "grammar":
-                return self._grammar({"lark_grammar": lark_rules(part.text("grammar"))})
-            case "any_text":
-                return self._segments({}, (), part.texts("excludes", ()))
-        refuse(f"{part.place}.type", part.kind, f"one of {', '.join(_TYPES)}")
+        if part.kind == "structural_tag":
+            return self.format(part.inner("format", _format_of(part.fields)))
+        if not isinstance(part.kind, str) or part.kind not in _FORMATS:
+            refuse(f"{part.place}.type", part.kind, f"one of {', '.join(_FORMATS)}")
+        return _FORMATS[part.kind](self, part)
 
     def _either(self, part: _Part) -> str:
         given = part.fields.get("elements")
@@ -310,6 +276,26 @@ class _Compiler:
             self._names[known] = name = f"{'T' if terminal else 'r'}{len(self._names)}"
             self.rules.append(name + known)
         return self._names[known]
+
+
+_FORMATS: dict[str, Callable[[_Compiler, _Part], str]] = {
+    "const_string": lambda compiler, part: compiler._literal(part.text("value")),
+    "json_schema": lambda compiler, part: compiler._json(f"{part.place}.json_schema", part.fields.get("json_schema")),
+    "qwen_xml_parameter": lambda compiler, part: compiler._parameters(part.inner("json_schema").fields),
+    "regex": lambda compiler, part: f"/{pattern(part.text('pattern'))}/",
+    "grammar": lambda compiler, part: compiler._grammar({"lark_grammar": lark_rules(part.text("grammar"))}),
+    "any_text": lambda compiler, part: compiler._segments({}, (), part.texts("excludes", ())),
+    "sequence": lambda compiler, part: f"({' '.join(map(compiler.format, part.several('elements')))})",
+    "or": _Compiler._either,
+    "python_arguments": lambda compiler, part: compiler._keywords(part.inner("json_schema").fields),
+    "optional": lambda compiler, part: f"({compiler.format(part.inner('content'))})?",
+    "star": lambda compiler, part: f"({compiler.format(part.inner('content'))})*",
+    "plus": lambda compiler, part: f"({compiler.format(part.inner('content'))})+",
+    "tag": lambda compiler, part: f"({compiler._literal(part.text('begin'))} {compiler._after_begin(part)})",
+    "triggered_tags": lambda compiler, part: compiler._triggered(part, ()),
+    "tags_with_separator": _Compiler._separated,
+}
+"""Functions that return the expression of a format, by its type. An error lists the types in this order."""
 
 
 def escaped(text: str) -> str:
