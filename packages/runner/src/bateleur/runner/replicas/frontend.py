@@ -156,11 +156,9 @@ class _Endpoint:
 
 def merge_metrics(texts: Mapping[str, str]) -> bytes:
     """Merge the metrics of all replicas: each family once, its samples with the label `replica`."""
-    from prometheus_client import CollectorRegistry, generate_latest
+    from prometheus_client import generate_latest
 
-    registry = CollectorRegistry(auto_describe=False)
-    registry.register(_MergedMetrics(texts))
-    return generate_latest(registry)
+    return generate_latest(_MergedMetrics(texts))
 
 
 @dataclass(eq=False, slots=True)

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
 from bateleur.runner.stats import EngineStats
@@ -24,9 +24,7 @@ HELP = {
 
 def render(stats: EngineStats, model_name: str, queued: int = 0) -> bytes:
     """Return the text of `/metrics`. queued: requests that have not reached the engine yet."""
-    registry = CollectorRegistry(auto_describe=False)
-    registry.register(_Collector(stats, model_name, queued))
-    return generate_latest(registry)
+    return generate_latest(_Collector(stats, model_name, queued))
 
 
 @dataclass(eq=False, slots=True)
