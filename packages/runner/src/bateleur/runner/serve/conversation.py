@@ -51,14 +51,15 @@ class Answer:
     outputs: AsyncGenerator[RequestOutput, None]
     usage: Usage = field(default_factory=lambda: Usage(num_reasoning=0))
     _readers: dict[int, AnswerParser] = field(default_factory=dict)
-    _num_reasoning: dict[int, int] = field(default_factory=dict)
+    _num_reasoning: int = 0
+    """Tokens before the answers of all continuations, with the end tags of their reasoning."""
     _answering: set[int] = field(default_factory=set)
     _has_reasoning: bool = False
 
     @property
     def num_reasoning_tokens(self) -> int:
         """Number of reasoning tokens so far, including the end tag."""
-        return sum(self._num_reasoning.values()) if self._has_reasoning else 0
+        return self._num_reasoning if self._has_reasoning else 0
 
     async def reports(self) -> AsyncGenerator[Report, None]:
         """Yield a report for each output of each continuation. Closing the generator aborts the request."""
@@ -88,16 +89,14 @@ class Answer:
         return Report(output, completion, events)
 
     def _count_reasoning(self, completion: CompletionOutput, events: list[Event]) -> None:
-        index, ids = completion.index, completion.token_ids
         self._has_reasoning = self._has_reasoning or any(isinstance(each, Reasoning) for each in events)
-        if index in self._answering:
+        if completion.index in self._answering:
             return
-        ends = [i for i, token in enumerate(ids) if token == self.service.chat_format.reasoning_end_id]
-        count = len(ids)
-        if ends or any(isinstance(each, Content | ToolCall) for each in events):
-            self._answering.add(index)
-            count = ends[0] + 1 if ends else 0
-        self._num_reasoning[index] = self._num_reasoning.get(index, 0) + count
+        ids, end = completion.token_ids, self.service.chat_format.reasoning_end_id
+        if end in ids or any(isinstance(each, Content | ToolCall) for each in events):
+            self._answering.add(completion.index)
+            ids = ids[: ids.index(end) + 1] if end in ids else []
+        self._num_reasoning += len(ids)
         self.usage.num_reasoning = self.num_reasoning_tokens
 
 
