@@ -16,7 +16,7 @@ from bateleur.runner.cli.line_formats import LineFormat, LineRequest, NativeForm
 from bateleur.runner.cli.options import given_options
 from bateleur.runner.cli.parquet import is_parquet, write_parquet
 from bateleur.runner.cli.request_file import RequestFile
-from bateleur.runner.cli.result_file import ResultFile, StdoutResults
+from bateleur.runner.cli.result_file import ResultFile
 
 if TYPE_CHECKING:
     from bateleur.runner.llm import LLM
@@ -41,12 +41,10 @@ def run_file(args: argparse.Namespace, native: NativeFormat, batch: OpenAIBatchF
     contents = config.read_text("utf-8", "replace") if config.is_file() else None
     engine = {"model": contents, **given_options(args, _DIGEST_OPTIONS)}
     with closing(RequestFile(args.prompt_file, native, batch, engine)) as requests:
-        results, lines = StdoutResults(), args.output
-        if lines is not None:
-            if is_parquet(lines):  # Parquet cannot be appended to: collect JSON lines in a file next to it
-                lines = lines.with_name(f"{lines.name}.jsonl")
-            results = ResultFile(lines, args.prompt_file, overwrite=args.overwrite)
-        with closing(results):
+        lines = args.output
+        if lines is not None and is_parquet(lines):  # cannot be appended to: collect JSON lines in a file next to it
+            lines = lines.with_name(f"{lines.name}.jsonl")
+        with closing(ResultFile(lines, args.prompt_file, overwrite=args.overwrite)) as results:
             requests.scan(results.folder)
             status = _run(args, requests, results, run)
         if lines != args.output:
@@ -55,7 +53,7 @@ def run_file(args: argparse.Namespace, native: NativeFormat, batch: OpenAIBatchF
         return status
 
 
-def _run(args: argparse.Namespace, requests: RequestFile, results: StdoutResults, run: RunRequests) -> int:
+def _run(args: argparse.Namespace, requests: RequestFile, results: ResultFile, run: RunRequests) -> int:
     if num_ended := results.resume(requests):
         print_status(f"resuming: {num_ended} of {len(requests)} results are in {args.output} already")
     num_failed, first_error = 0, ""
@@ -84,10 +82,9 @@ def run_locally(
     open_llm: Callable[[], LLM],
     adapters: Mapping[str, str],
 ) -> Iterator[Result]:
-    """Run the requests on an engine of this process, and yield each result when its request ends.
+    """Run requests on an engine of this process, see `RunRequests`.
 
-    has: whether a line has a result already. count: number of lines without one. open_llm: loads the engine; called at
-    the first valid request. adapters: folders of LoRA adapters by name.
+    open_llm: loads the engine; called at the first valid request. adapters: folders of LoRA adapters by name.
     """
     remaining, line_format = requests.remaining(has), requests.format
     for request in remaining:

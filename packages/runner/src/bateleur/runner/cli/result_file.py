@@ -1,8 +1,8 @@
 """Writes results of a file of requests, one JSON object per line, when each request ends.
 
-An interrupted run can always be resumed: it leaves complete lines, in the order in which requests ended, and at most
-one incomplete line. At the end the lines are sorted into the order of the requests. Memory: 8 bytes per request line,
-the offset of its result.
+An interrupted run can be resumed: it leaves complete lines, in the order in which requests ended, and at most one
+incomplete line. At the end the lines are sorted into the order of the requests. Memory: 8 bytes per request line, the
+offset of its result.
 """
 
 import fcntl
@@ -13,7 +13,7 @@ import stat
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 
@@ -24,52 +24,28 @@ from bateleur.runner.cli.request_file import RequestFile
 _NONE = -1
 
 
-class StdoutResults:
-    """Writes results to stdout. An interrupted run can't be resumed."""
+class ResultFile:
+    """Writes results to a file, which the constructor opens. Only results in a regular file can be resumed and sorted.
 
-    folder: Path | None = None  # folder of the result file, where temporary files may be put; None if there is none
-
-    def resume(self, requests: RequestFile) -> int:
-        """Return 0, the number of requests that have a result of an earlier run."""
-        return 0
-
-    def has_result(self, line: int) -> bool:
-        """Return False: results on stdout are not read back."""
-        return False
-
-    def write(self, line: int, record: Mapping[str, Any]) -> None:
-        """Write the result of a line and flush it."""
-        with name_in_errors("stdout"):
-            sys.stdout.buffer.write(_encoded(record))
-            sys.stdout.buffer.flush()
-
-    def finish(self) -> None:
-        """Called when all requests have ended. Does nothing for stdout."""
-
-    def close(self) -> None:
-        """Do nothing: stdout stays open."""
-
-
-class ResultFile(StdoutResults):
-    """Writes results to a file, which the constructor opens. Results in a pipe or device cannot be resumed or sorted.
-
-    source: file of requests. overwrite: discard the file's content when the first result is written.
-    Raises OSError if the file cannot be opened, and ValueError if it is the file of requests.
+    path: the file; None for stdout. source: file of requests. overwrite: discard the file's content when the first
+    result is written. Raises OSError if the file cannot be opened, and ValueError if it is the file of requests.
     """
 
-    def __init__(self, path: Path, source: str, *, overwrite: bool) -> None:
-        if source != "-" and path.exists() and path.samefile(source):
+    def __init__(self, path: Path | None, source: str, *, overwrite: bool) -> None:
+        if source != "-" and path is not None and path.exists() and path.samefile(source):
             raise ValueError(f"--output is {path}; that is the prompt file")
-        self._path, self._overwrite, self._file = path, overwrite, path.open("ab", buffering=0)
-        self._regular = stat.S_ISREG(os.fstat(self._file.fileno()).st_mode)
-        if self._regular:
-            self.folder = path.resolve().parent
+        self._overwrite = overwrite
+        self._path = path or Path("stdout")  # for messages; only a regular file is opened again
+        self._file: IO[bytes] = sys.stdout.buffer if path is None else path.open("ab", buffering=0)
+        self._regular = path is not None and stat.S_ISREG(os.fstat(self._file.fileno()).st_mode)
+        self.folder = self._path.resolve().parent if self._regular else None  # where temporary files may be put
         self._starts = np.empty(0, np.int64)  # by request line: offset of its result
         self._end, self._superseded = 0, False  # length of the results, and whether later ones replace some of them
 
     def close(self) -> None:
-        """Close the file."""
-        self._file.close()
+        """Close the file, unless it is stdout."""
+        if self._file is not sys.stdout.buffer:
+            self._file.close()
 
     def resume(self, requests: RequestFile) -> int:
         """Find the results of an earlier run, and return the number of those without errors. Failed requests run again.
@@ -126,14 +102,16 @@ class ResultFile(StdoutResults):
         return self._regular and bool(self._starts[line] != _NONE)
 
     def write(self, line: int, record: Mapping[str, Any]) -> None:
-        """Write a whole result to disk. Raises an OSError that names the file."""
-        data = _encoded(record)
+        """Write a whole result, and flush it. Raises an OSError that names the file."""
+        # A lone surrogate, which UTF-8 cannot encode, is escaped.
+        data = json.dumps(record, ensure_ascii=False).encode("utf-8", "backslashreplace") + b"\n"
         with name_in_errors(self._path):
             if self._regular:
                 self._file.truncate(self._end)
             left = memoryview(data)
             while left:
                 left = left[self._file.write(left) :]
+            self._file.flush()
         if self._regular:
             self._starts[line] = self._end
         self._end += len(data)
@@ -159,8 +137,3 @@ class ResultFile(StdoutResults):
             ordered.replace(target)
         finally:
             ordered.unlink(missing_ok=True)
-
-
-def _encoded(record: Mapping[str, Any]) -> bytes:
-    """Return one line of JSON in UTF-8. A lone surrogate, which UTF-8 cannot encode, is escaped."""
-    return json.dumps(record, ensure_ascii=False).encode("utf-8", "backslashreplace") + b"\n"
