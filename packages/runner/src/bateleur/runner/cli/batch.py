@@ -86,7 +86,7 @@ def run_locally(
 
     open_llm: loads the engine; called at the first valid request. adapters: folders of LoRA adapters by name.
     """
-    remaining, line_format = requests.remaining(has), requests.format
+    remaining, line_format = requests.remaining(has), requests.parser.format
     for request in remaining:
         if request.error is None:
             break

@@ -41,7 +41,7 @@ def run_on_ray(requests: RequestFile, has_result: Callable[[int], bool], plan: D
             if chunks:
                 yield from _run_chunks(chunks, requests.parser, plan, per_actor)
     for request in requests.remaining(has_result):
-        yield failed_result(requests.format, request, f"{request.where}: every engine that ran it has died")
+        yield failed_result(requests.parser.format, request, f"{request.where}: every engine that ran it has died")
 
 
 def _run_chunks(

@@ -1,7 +1,6 @@
 """Reads files of requests, one JSON object per line. An invalid line does not affect the others.
 
-The file is never held in memory. One pass detects the format and, by hashes, duplicate ids. Each later pass reads the
-file line by line.
+The file is never held in memory: every pass reads it line by line.
 """
 
 import codecs
@@ -14,7 +13,7 @@ import tempfile
 from array import array
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from os import fstat
 from pathlib import Path
@@ -59,20 +58,17 @@ class LineParser:
 
 @dataclass(frozen=True, slots=True)
 class FileChunk:
-    """A range of lines that another process reads."""
+    """Lines that another process reads."""
 
     path: Path
-    start: int  # byte offset of the first line
-    lines: tuple[tuple[int, int], ...]  # line number, and the first line with the same id; (0, 0) for lines to skip
+    lines: tuple[tuple[int, int, int], ...]  # byte offset, line number, and the first line with the same id
 
     def requests(self, parser: LineParser) -> Iterator[LineRequest]:
-        """Yield the requests of the lines that are not skipped."""
+        """Yield the requests of the lines."""
         with self.path.open("rb") as file:
-            file.seek(self.start)
-            for number, first in self.lines:
-                raw = _read_line(file)
-                if number:
-                    yield parser.request(number, raw, first)
+            for offset, number, first in self.lines:
+                file.seek(offset)
+                yield parser.request(number, _read_line(file), first)
 
 
 class RequestFile:
@@ -85,21 +81,19 @@ class RequestFile:
     """
 
     def __init__(self, file: str, native: NativeFormat, batch: OpenAIBatchFormat, engine: Mapping[str, Any]) -> None:
-        self.name = "stdin" if file == "-" else file
-        self.format: LineFormat = native
+        name = "stdin" if file == "-" else file
+        engine_digest = hashlib.sha256(json.dumps(engine, sort_keys=True).encode()).hexdigest()
+        self.parser = LineParser(name, native, engine_digest)
         self._batch, self._num_requests = batch, 0
         self.num_lines = 0  # number of lines, blank ones included
-        self._engine_digest = hashlib.sha256(json.dumps(engine, sort_keys=True).encode()).hexdigest()
         self._first_lines: dict[int, int] = {}  # by line whose id an earlier line has: the first line with that id
         self._parquet = file != "-" and is_parquet(file)
         self._file: BinaryIO | IO[bytes] = sys.stdin.buffer
-        with name_in_errors(self.name):
+        with name_in_errors(name):
             if file != "-":
                 self._file = Path(file).open("rb")  # noqa: SIM115 (until `close`)
             regular = file != "-" and stat.S_ISREG(fstat(self._file.fileno()).st_mode)
-        self.path = Path(file).resolve() if regular else None
-        """Where other processes can read it; None for stdin and pipes."""
-        self._line_end = 0
+        self.path = Path(file).resolve() if regular else None  # where other processes can read it; not stdin and pipes
 
     def __len__(self) -> int:
         return self._num_requests  # lines that are not blank
@@ -109,7 +103,7 @@ class RequestFile:
 
     def remaining(self, done: Callable[[int], bool]) -> Iterator[LineRequest]:
         """Yield the requests of all lines for which `done` returns False."""
-        for number, raw in islice(self._lines(), self.num_lines):
+        for _, number, raw in islice(self._lines(), self.num_lines):
             if raw.strip() and not done(number):
                 yield self.parser.request(number, raw, self._first_lines.get(number, number))
 
@@ -117,26 +111,27 @@ class RequestFile:
         """Close the file."""
         self._file.close()
 
-    def _lines(self) -> Iterator[tuple[int, bytes]]:
-        """Yield line numbers and contents; see `_read_line`."""
-        with name_in_errors(self.name):
+    def _lines(self) -> Iterator[tuple[int, int, bytes]]:
+        """Yield offset, number and contents of each line."""
+        with name_in_errors(self.parser.name):
             self._file.seek(0)
-            if self._file.read(len(codecs.BOM_UTF8)) != codecs.BOM_UTF8:
-                self._file.seek(0)
-            number, self._line_end = 0, self._file.tell()
+            offset = len(codecs.BOM_UTF8) if self._file.read(len(codecs.BOM_UTF8)) == codecs.BOM_UTF8 else 0
+            self._file.seek(offset)
+            number = 0
             while raw := _read_line(self._file):
                 number += 1
-                yield number, raw
+                yield offset, number, raw
+                offset = self._file.tell()
 
     def scan(self, spool: Path | None = None) -> None:
-        """Read the file once: count the lines, detect the format, and find duplicate ids.
+        """Read the file once: count the lines, detect the format, and find duplicate ids by their hashes.
 
         spool: folder for the temporary file of stdin, a pipe or Parquet rows; None for the system's default folder.
         """
         if self._parquet or self.path is None:
             self._copy(spool)
         detected, lines, hashes = False, array("q"), bytearray()
-        for number, raw in self._lines():
+        for _, number, raw in self._lines():
             self.num_lines = number
             if not raw.strip():
                 continue
@@ -144,9 +139,9 @@ class RequestFile:
             with suppress(ValueError):  # a later pass reports invalid lines
                 fields = _json_object(raw)
                 if not detected and not _BATCH_FIELDS.isdisjoint(fields):
-                    self.format = self._batch
+                    self.parser = replace(self.parser, format=self._batch)
                 detected = True
-                ident = json.dumps(self.format.pop_id(fields, number))
+                ident = json.dumps(self.parser.format.pop_id(fields, number))
                 lines.append(number)
                 hashes += hashlib.blake2b(ident.encode(), digest_size=_HASH_BYTES).digest()
         ids = np.frombuffer(hashes, f"S{_HASH_BYTES}")
@@ -160,7 +155,8 @@ class RequestFile:
 
         Parquet rows become lines of a named file, which other processes can read until `close`.
         """
-        with name_in_errors(f"a copy of {self.name} in {spool or tempfile.gettempdir()}"), self._file as source:
+        where = f"a copy of {self.parser.name} in {spool or tempfile.gettempdir()}"
+        with name_in_errors(where), self._file as source:
             if self.path is None:
                 self._file = tempfile.TemporaryFile(dir=spool)  # noqa: SIM115 (until `close`)
                 shutil.copyfileobj(source, self._file, 1 << 20)
@@ -170,26 +166,16 @@ class RequestFile:
             self._file.flush()
         self.path = Path(self._file.name)
 
-    @property
-    def parser(self) -> LineParser:
-        """The parser of the file's lines."""
-        return LineParser(self.name, self.format, self._engine_digest)
-
     def chunks(self, done: Callable[[int], bool], size: int) -> Iterator[FileChunk]:
         """Yield chunks of at most `size` lines for which `done` returns False. Not for stdin and pipes."""
         assert self.path is not None
-        start, lines = 0, list[tuple[int, int]]()
-        for number, raw in islice(self._lines(), self.num_lines):
-            line_start, self._line_end = self._line_end, self._file.tell()
-            wanted = bool(raw.strip()) and not done(number)
-            if wanted or lines:
-                start = start if lines else line_start
-                lines.append((number, self._first_lines.get(number, number)) if wanted else (0, 0))
-            if sum(bool(each) for each, _ in lines) == size:
-                yield FileChunk(self.path, start, tuple(lines))
-                lines = []
-        if lines:
-            yield FileChunk(self.path, start, tuple(lines))
+        left = (
+            (offset, number, self._first_lines.get(number, number))
+            for offset, number, raw in islice(self._lines(), self.num_lines)
+            if raw.strip() and not done(number)
+        )
+        while lines := tuple(islice(left, size)):
+            yield FileChunk(self.path, lines)
 
 
 def _read_line(file: BinaryIO | IO[bytes]) -> bytes:
