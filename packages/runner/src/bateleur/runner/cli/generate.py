@@ -71,7 +71,6 @@ def _adapters(args: argparse.Namespace) -> dict[str, str]:
 
 
 def _request_runner(args: argparse.Namespace, adapters: Mapping[str, str]) -> RunRequests:
-    """Return the function that runs the requests of a file, on an engine of this process or on replicas."""
     replicas = ReplicaConfig(**given_options(args, ("replicas", "ray_address")))
     if replicas.is_single:
         return partial(run_locally, open_llm=lambda: _open(args), adapters=adapters)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from bateleur.runner.outputs import CompletionOutput, Logprob, RequestOutput
+from bateleur.runner.outputs import Logprob, RequestOutput
 from bateleur.runner.sampling_params import SamplingParams
 from bateleur.runner.serve.config import require_served
 from bateleur.runner.serve.openai.replies import Usage, chat_reply, completion_reply, error_body, reply_head
@@ -72,9 +72,12 @@ class NativeFormat:
     ) -> dict[str, Any]:
         """Return the record of a request that ran, with the fields of `RequestOutput`. error: message if it failed."""
         (output,) = outputs
-        completions = [_completion_fields(each) for each in output.outputs]
+        (completion,) = output.outputs  # `parse` refuses n > 1
         fields: dict[str, Any] = {"prompt": output.prompt}
-        fields |= completions[0] if len(completions) == 1 else {"outputs": completions}
+        fields |= {name: getattr(completion, name) for name in ("text", "token_ids", "finish_reason", "stop_reason")}
+        if completion.logprobs is not None:
+            fields["cumulative_logprob"] = completion.cumulative_logprob
+            fields["logprobs"] = [_logprob_fields(each) for each in completion.logprobs]
         fields["num_prompt_tokens"] = len(output.prompt_token_ids)
         fields["num_cached_tokens"] = output.num_cached_tokens
         if output.prompt_logprobs is not None:
@@ -86,15 +89,6 @@ class NativeFormat:
     def error_result(self, request: LineRequest, message: str) -> dict[str, Any]:
         """Return the record of a request that cannot run."""
         return _id_fields(request) | {"error": message}
-
-
-def _completion_fields(completion: CompletionOutput) -> dict[str, Any]:
-    names = ("text", "token_ids", "finish_reason", "stop_reason")
-    fields: dict[str, Any] = {name: getattr(completion, name) for name in names}
-    if completion.logprobs is not None:
-        fields["cumulative_logprob"] = completion.cumulative_logprob
-        fields["logprobs"] = [_logprob_fields(each) for each in completion.logprobs]
-    return fields
 
 
 def _logprob_fields(position: Mapping[int, Logprob]) -> dict[int, dict[str, Any]]:
