@@ -11,7 +11,8 @@ import pytest
 
 from bateleur.runner import LLM, SamplingParams
 from bateleur.runner.errors import PrefixRefused
-from bateleur.runner.offload.prefix_file import read_prefix, write_prefix
+from bateleur.runner.offload.prefix_file import encode_prefix, read_prefix
+from bateleur.runner.offload.whole_file import write_whole
 from sharing import KINDS, sharing
 
 GREEDY = SamplingParams(temperature=0, max_tokens=7, ignore_eos=True)
@@ -145,7 +146,8 @@ def test_a_file_of_other_tokens_is_refused(engine: Callable[..., LLM], tmp_path:
     ours.export_prefix(TOKENS, tmp_path / "it")
     layout = ours.engine.offload.handover._layout()
     prefix = read_prefix(tmp_path / "it", layout)
-    write_prefix(tmp_path / "it", layout, replace(prefix, token_ids=prefix.token_ids[::-1].copy()))
+    other = replace(prefix, token_ids=prefix.token_ids[::-1].copy())
+    write_whole(tmp_path / "it", encode_prefix(layout, other))
     with pytest.raises(PrefixRefused, match="its key is not that of its tokens"):
         engine("attention").import_prefix(tmp_path / "it")
 

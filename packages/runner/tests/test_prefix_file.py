@@ -13,8 +13,9 @@ import torch
 from safetensors import safe_open
 
 from bateleur.runner.errors import PrefixRefused
-from bateleur.runner.offload.prefix_file import MAX_HEADER, Prefix, read_prefix, write_prefix
+from bateleur.runner.offload.prefix_file import MAX_HEADER, Prefix, encode_prefix, read_prefix
 from bateleur.runner.offload.rows import PagedRows, RowLayout
+from bateleur.runner.offload.whole_file import write_whole
 
 
 def paged(**shapes: tuple[torch.dtype, tuple[int, ...]]) -> PagedRows:
@@ -41,7 +42,7 @@ def prefix(start: int = 4, end: int = 8, *, page: bool = True) -> Prefix:
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    write_prefix(tmp_path / "it", LAYOUT, prefix())
+    write_whole(tmp_path / "it", encode_prefix(LAYOUT, prefix()))
     return tmp_path / "it"
 
 
@@ -56,7 +57,7 @@ def refused(path: Path, layout: RowLayout = LAYOUT, **how: bool) -> PrefixRefuse
     "meant", [prefix(), prefix(0, 8), prefix(8, 8), prefix(page=False)], ids=["part", "whole", "state", "blocks"]
 )
 def test_what_was_written_is_read(tmp_path: Path, meant: Prefix) -> None:
-    size = write_prefix(tmp_path / "it", LAYOUT, meant)
+    size = write_whole(tmp_path / "it", encode_prefix(LAYOUT, meant))
     found = read_prefix(tmp_path / "it", LAYOUT)
     assert size == (tmp_path / "it").stat().st_size
     assert (found.start, found.key) == (meant.start, meant.key)
@@ -185,7 +186,7 @@ def test_what_cannot_be_written_leaves_nothing(path: Path, monkeypatch: pytest.M
 
     monkeypatch.setattr("os.replace", full)
     with pytest.raises(OSError, match="No space left"):
-        write_prefix(path, LAYOUT, prefix(0, 4))
+        write_whole(path, encode_prefix(LAYOUT, prefix(0, 4)))
     assert [each.name for each in path.parent.iterdir()] == ["it"]
     assert path.read_bytes() == before
 

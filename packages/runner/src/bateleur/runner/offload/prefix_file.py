@@ -19,7 +19,7 @@ from torch import Tensor
 
 from bateleur.runner.errors import PrefixRefused
 from bateleur.runner.offload.rows import RowLayout, RowPart
-from bateleur.runner.offload.whole_file import opened_file, write_whole
+from bateleur.runner.offload.whole_file import opened_file
 from bateleur.runner.utils.arguments import shown
 
 FORMAT, VERSION = "bateleur-prefix", "2"
@@ -50,15 +50,10 @@ def encode_prefix(layout: RowLayout, prefix: Prefix) -> bytes:
     return contents
 
 
-def write_prefix(path: Path, layout: RowLayout, prefix: Prefix) -> int:
-    """Write a prefix to a file atomically with `write_whole`; return the size of the file in bytes."""
-    return write_whole(path, encode_prefix(layout, prefix))
-
-
 def read_prefix(path: Path, layout: RowLayout, *, follow_symlinks: bool = False) -> Prefix:
-    """Read a file that `write_prefix` wrote for this layout.
+    """Read a file with the bytes of `encode_prefix` for this layout. Raises PrefixRefused for any other file.
 
-    follow_symlinks: whether to accept a symbolic link. Raises PrefixRefused with the reason for any other file.
+    follow_symlinks: whether to accept a symbolic link.
     """
     with opened_file(path, follow_symlinks=follow_symlinks) as (file, size):
         begin = file.read(8)

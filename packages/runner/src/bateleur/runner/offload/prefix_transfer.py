@@ -11,8 +11,9 @@ from numpy.typing import NDArray
 from bateleur.runner.distributed.agreement import run_on_all_ranks
 from bateleur.runner.distributed.ranks import Ranks
 from bateleur.runner.errors import PrefixRefused
-from bateleur.runner.offload.prefix_file import Prefix, read_prefix, write_prefix
+from bateleur.runner.offload.prefix_file import Prefix, encode_prefix, read_prefix
 from bateleur.runner.offload.rows import DeviceCache, RowLayout
+from bateleur.runner.offload.whole_file import write_whole
 from bateleur.runner.requests.prefix_keys import PrefixKeys
 
 _PART = "{rank}-of-{size}.safetensors"
@@ -65,7 +66,7 @@ class PrefixTransfer:
         if not self._ranks.alone:
             path.mkdir(0o700, exist_ok=True)
             path /= _PART.format(rank=self._ranks.rank, size=self._ranks.size)
-        write_prefix(path, layout, Prefix(0, keys.of(ids, hit.num_tokens), known, blocks, page))
+        write_whole(path, encode_prefix(layout, Prefix(0, keys.of(ids, hit.num_tokens), known, blocks, page)))
         return hit.num_tokens
 
     def _part(self, path: Path) -> Path:

@@ -1,11 +1,11 @@
 """Identifies the weights of an engine by a digest of their files."""
 
 import json
-import os
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-from hashlib import blake2b
+from functools import partial
+from hashlib import blake2b, file_digest
 from pathlib import Path
 from typing import Self
 
@@ -13,7 +13,6 @@ from bateleur.runner.errors import PrefixRefused
 from bateleur.runner.offload.whole_file import opened_file, write_whole
 
 _MAX_CACHED = 1 << 20
-_PIECE = 1 << 22
 _THREADS = 8
 
 Stat = tuple[int, int, int, int]  # size, inode, and times of the last change of contents and of metadata in ns
@@ -64,16 +63,11 @@ def _cached_digest(cache_path: Path, stats: tuple[tuple[str, Stat], ...]) -> str
 
 
 def _stats(folder: Path) -> tuple[tuple[str, Stat], ...]:
-    found = []
-    for path in sorted((*folder.glob("config.json"), *folder.glob("*.safetensors"))):
-        at = os.stat(path)
-        found.append((path.name, (at.st_size, at.st_ino, at.st_mtime_ns, at.st_ctime_ns)))
-    return tuple(found)
+    paths = sorted((*folder.glob("config.json"), *folder.glob("*.safetensors")))
+    found = ((path.name, path.stat()) for path in paths)
+    return tuple((name, (at.st_size, at.st_ino, at.st_mtime_ns, at.st_ctime_ns)) for name, at in found)
 
 
 def _digest(path: Path) -> bytes:
-    digest, piece = blake2b(digest_size=16), bytearray(_PIECE)
     with open(path, "rb", buffering=0) as opened:
-        while count := opened.readinto(piece):
-            digest.update(memoryview(piece)[:count])
-    return digest.digest()
+        return file_digest(opened, partial(blake2b, digest_size=16)).digest()

@@ -10,7 +10,6 @@ from typing import BinaryIO
 
 from bateleur.runner.errors import PrefixRefused
 
-TEMPORARY = ".{process}-{number}.tmp"
 _numbers = count()
 
 
@@ -19,7 +18,7 @@ def write_whole(path: Path, data: bytes) -> int:
 
     Other processes see the whole file or the one before. After a power failure it may be empty or incomplete.
     """
-    written = path.parent / TEMPORARY.format(process=os.getpid(), number=next(_numbers))
+    written = path.parent / f".{os.getpid()}-{next(_numbers)}.tmp"  # see `_TEMPORARY` of disk_folder.py
     number = os.open(written, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
         with os.fdopen(number, "wb") as file:
