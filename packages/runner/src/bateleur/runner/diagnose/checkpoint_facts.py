@@ -203,8 +203,7 @@ def _fitting_length(
     budget = unmeasured_budget(config.cache, device, num_ranks)
     if budget is None:
         return limits.max_model_len
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # only an engine should warn; here the number is part of the table
+    with warnings.catch_warnings(action="ignore"):  # only an engine should warn; here the number is part of the table
         rows, length = config.scheduler.max_num_seqs is not None, config.model.max_model_len is not None
         return plan_caches(spec, dtype, limits, caches, budget, rows_chosen=rows, length_chosen=length).max_model_len
 

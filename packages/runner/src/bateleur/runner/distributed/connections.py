@@ -11,7 +11,6 @@ from enum import Enum, IntEnum
 from multiprocessing.connection import Connection
 from subprocess import Popen
 from threading import Event, Lock, Thread, get_ident
-from types import FrameType
 
 from bateleur.runner.distributed import ranks as collectives
 from bateleur.runner.errors import CollectiveBroken, RankFailed
@@ -97,15 +96,11 @@ class Progress:
 
     def status(self) -> RankStatus:
         """Return what the thread does now."""
-        frame: FrameType | None = None if self._idle else sys._current_frames().get(self._worker)
-        frames: list[str] = []
-        inside = False
-        while frame is not None:
-            code = frame.f_code
-            frames.append(f"{code.co_name}, {os.path.basename(code.co_filename)}:{frame.f_lineno}")
-            inside = inside or code.co_filename == collectives.__file__
-            frame = frame.f_back
-        return RankStatus(self._num_messages, self._idle, inside, f"in {' < '.join(frames[:_NUM_FRAMES])}")
+        frame = None if self._idle else sys._current_frames().get(self._worker)
+        stack = [] if frame is None else [(each.f_code, line) for each, line in traceback.walk_stack(frame)]
+        inside = any(code.co_filename == collectives.__file__ for code, _ in stack)
+        inner = [f"{code.co_name}, {os.path.basename(code.co_filename)}:{line}" for code, line in stack[:_NUM_FRAMES]]
+        return RankStatus(self._num_messages, self._idle, inside, f"in {' < '.join(inner)}")
 
 
 class RankHeartbeat(Progress, Thread):
