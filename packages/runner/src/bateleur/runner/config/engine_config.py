@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bateleur.runner.utils.arguments import Integer, Number, OneOf, Several, flag, folder, maybe, refuse, text
+from bateleur.runner.utils.arguments import Integer, Number, OneOf, Several, flag, folder, mapping, maybe, refuse, text
 from bateleur.runner.utils.options import Checked, Option, option, options_of
 from bateleur.runner.utils.vllm_names import ENGINE, drop_unsupported, translate_vllm_names
 
@@ -34,7 +35,7 @@ QUANTIZATION_METHODS = (
 """Methods by vLLM's names: see `bateleur.runner.quantization.config`."""
 NGRAM, MTP = "ngram", "mtp"
 """Values of `draft` that are not folders: prompt lookup, and the head in the target's own files."""
-_SIZES = Several(Integer(1), "a sequence of integers")
+_OBJECT = partial(mapping, rule="a mapping from names to values, or None")
 
 
 def _dtype(name: str, value: Any) -> str:
@@ -59,12 +60,6 @@ def _drafter(name: str, value: Any) -> Any:
     if isinstance(value, type) or not (whole or hasattr(value, "speculator")):
         refuse(name, value, f"a bateleur.eagle.Drafter, which has {', '.join(parts)}")
     return value
-
-
-def _object(name: str, value: Any) -> dict[str, Any]:
-    if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
-        refuse(name, value, "a mapping from names to values, or None")
-    return dict(value)
 
 
 def _policy(name: str, value: Any) -> Any:
@@ -95,11 +90,11 @@ class ModelConfig(Checked):
     """Maximum tokens of a request, prompt and output together; default: the model's maximum."""
     tokenizer: str | Path | None = option(None, maybe(folder))
     """Folder with tokenizer.json or tiktoken.model (default: the model's folder)."""
-    hf_overrides: Mapping[str, Any] | None = option(None, maybe(_object), hashed=False)
+    hf_overrides: Mapping[str, Any] | None = option(None, maybe(_OBJECT), hashed=False)
     """Fields that replace those of config.json; objects are merged field by field."""
     generation_config: str = option("auto", text)
     """Source of default sampling parameters: "auto" (the model's folder), "vllm" (none), or another folder."""
-    override_generation_config: Mapping[str, Any] | None = option(None, maybe(_object), hashed=False)
+    override_generation_config: Mapping[str, Any] | None = option(None, maybe(_OBJECT), hashed=False)
     """Default sampling parameters that replace those of `generation_config`, such as {"temperature": 0.6}."""
     skip_tokenizer_init: bool = option(False, flag)
     """Do not load a tokenizer: prompts are token ids, and outputs have no text."""
@@ -116,11 +111,6 @@ class ModelConfig(Checked):
     def dequantizes(self) -> bool:
         """Whether quantised weights are converted when they are loaded."""
         return self.quantization == DEQUANTIZE
-
-    @property
-    def quantization_method(self) -> str | None:
-        """Quantisation method that the checkpoint must have; None for any."""
-        return None if self.dequantizes else self.quantization
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -260,7 +250,7 @@ class GraphConfig(Checked):
     cudagraph_backend: str = option("auto", OneOf(("auto", "recorded", "cuda", "eager")))
     """Capture backend: "auto" (CUDA graphs on CUDA, eager on CPU), "recorded" (emulates CUDA graphs on a CPU, for
     tests), "cuda" or "eager"."""
-    cudagraph_capture_sizes: Sequence[int] | None = option(None, maybe(_SIZES))
+    cudagraph_capture_sizes: Sequence[int] | None = option(None, maybe(Several(Integer(1), "a sequence of integers")))
     """Token counts to capture. Default: up to 512 tokens, or up to those of `max_num_seqs` requests with all their
     drafts, dense for small batches."""
     cudagraph_checks: str | ReplayChecks = option("CHEAP", OneOf(("OFF", "CHEAP", "ADDRESSES", "PARANOID")))

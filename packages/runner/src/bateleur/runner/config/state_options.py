@@ -11,11 +11,8 @@ from bateleur.runner.models.spec import ModelSpec
 from bateleur.runner.utils.arguments import member_of, refuse
 from bateleur.runner.utils.device import DTYPES
 
-_STATE_BLOCK = 64
-"""Default distance in tokens between boundaries at which states are kept. Small, so that short shared prefixes are
-found."""
-_RING = 16
-"""Default number of tokens in a ring. A longer ring costs more to read than it saves in folds."""
+_STATE_BLOCK = 64  # default tokens between boundaries with kept states; small, so that short shared prefixes are found
+_RING = 16  # default number of tokens in a ring; a longer one costs more to read than it saves in folds
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,10 +81,8 @@ class StateOptions:
         )
 
     def retained(self, layout: CacheLayout, page_bytes: int, token_bytes: int) -> PrefixRetention:
-        """Return the rule for which states stay in the prefix cache.
+        """Return the rule for which states stay in the prefix cache: the user's, or the default of `mamba_retention`.
 
-        In mode ALL without `mamba_block_size` and `mamba_retention`, these states are kept: the newest, the last of the
-        prompt, those after 1, 2, 4, ... blocks, and one per n tokens whose keys and values are as large as a state.
         Raises ValueError for an unknown rule.
         """
         if self.retention is not None:

@@ -138,7 +138,7 @@ def _open(config: ModelConfig) -> tuple[Checkpoint, Tokenizer]:
         config.model or shipped_model(),
         config.hf_overrides,
         dequantize=config.dequantizes,
-        method=config.quantization_method,
+        method=None if config.dequantizes else config.quantization,
     )
     if config.skip_tokenizer_init:
         return checkpoint, NoTokenizer()

@@ -158,11 +158,9 @@ _PASSED = ("num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max")
 def translate_vllm_names(given: Mapping[str, Any]) -> dict[str, Any]:
     """Replace vLLM's enforce_eager and speculative_config by the options here. Raises ValueError for other values."""
     options = _translate_speculative_config(given)
-    if options.pop("enforce_eager", False) is True and options.setdefault("cudagraph_mode", "NONE") not in (
-        "NONE",
-        None,
-    ):
-        refuse("cudagraph_mode", options["cudagraph_mode"], "NONE with enforce_eager")
+    eager = options.pop("enforce_eager", False) is True
+    if eager and (mode := options.setdefault("cudagraph_mode", "NONE")) not in ("NONE", None):
+        refuse("cudagraph_mode", mode, "NONE with enforce_eager")
     return options
 
 
