@@ -110,8 +110,7 @@ class _AcceptanceStudy:
     problems: list[str] = field(default_factory=list)
 
     def load_engine(self, **overrides: Any) -> LLM:
-        """Load the target with these options changed, after freeing the memory of the previous engine."""
-        gc.collect()
+        gc.collect()  # frees the memory of the previous engine
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
         return LLM(self.checkpoint.path, **(self.settings | overrides))

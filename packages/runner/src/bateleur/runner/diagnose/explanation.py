@@ -11,10 +11,9 @@ from torch import Tensor
 
 _MIN_GAIN = 0.02  # least difference to report, in accepted drafts per step and as a share of them
 _MIN_SIGMAS = 3.0  # least difference to report, in standard errors
-_COLLAPSE, _MIN_REACHED = 0.6, 10
-"""A position is reported if its acceptance rate is below 0.6 of the one before, and it was reached 10 times or more."""
-_AGREEMENT = 0.93
-"""Least ratio of tokens per step for two runs of one head to count as equal; rounding differs between them."""
+_COLLAPSE = 0.6  # a position is reported if its acceptance rate is below this share of the one before,
+_MIN_REACHED = 10  # and if at least this many drafts reached it
+_AGREEMENT = 0.93  # least ratio of tokens per step for two runs of one head to count as equal, as rounding differs
 _MIN_OUTSIDE = 0.05  # least share of the target's tokens outside the draft vocabulary to report
 
 ENGINE, EAGER, ALONE, ORACLE = "engine", "without graphs", "head alone", "all drafts right"
@@ -51,8 +50,7 @@ class ConventionResult:
     cause: str
     tokens_per_step: float
     from_tokens_alone: float  # tokens per step with shuffled features
-    better: bool
-    """Whether tokens_per_step is significantly higher than under the convention that the checkpoint declares."""
+    better: bool  # whether tokens_per_step is significantly higher than under the checkpoint's own convention
     uses_features: bool  # whether tokens_per_step is significantly higher than from_tokens_alone
 
     @classmethod

@@ -30,10 +30,8 @@ class GraphFacts:
 
     plan: CudagraphDispatcher
     notes: tuple[str, ...]
-    decode: tuple[Coverage, ...]
-    """Coverage of 1, 2, ... decoding requests: without drafts, then with the drafts that all rows may have."""
-    prompts: Coverage
-    """Coverage of one prefill with 1, 2, ... tokens; its ranges count tokens."""
+    decode: tuple[Coverage, ...]  # of 1, 2, ... decoding requests: without drafts, then with those all rows may have
+    prompts: Coverage  # of one prefill with 1, 2, ... tokens; its ranges count tokens
     ends: tuple[BatchExecutionDescriptor, ...]  # graphs that sample or verify after a decode step
     proposals: tuple[BatchExecutionDescriptor, ...]  # graphs in which a draft head proposes after a decode step
     nbytes: int  # approximate bytes of memory that all graphs share, without the memory that the driver keeps for each

@@ -28,8 +28,7 @@ class Convention:
     """One interpretation of a draft head's checkpoint: `boundaries` are the layers whose inputs the head gets."""
 
     name: str
-    cause: str
-    """The error of the checkpoint's config if this one is better: "features", "norm", "vocabulary"; "" as declared."""
+    cause: str  # error of the checkpoint's config if this one is better: features, norm, vocabulary; "" as declared
     boundaries: tuple[int, ...]  # `num_layers` is the last hidden state, `num_layers` + 1 that after the norm
     head: Head
 

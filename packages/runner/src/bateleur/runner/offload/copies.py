@@ -49,8 +49,7 @@ class Copies:
         self._stream = CopyStream(device) if device.type == "cuda" else None
         size = self.staging_bytes if device.type == "cuda" else 0
         self._buffers = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(2)]
-        self._sent: list[torch.cuda.Event | None] = [None, None]
-        """Per buffer, the event after which its contents are on the host."""
+        self._sent: list[torch.cuda.Event | None] = [None, None]  # per buffer: event after which it is on the host
         self._current = 0
 
     def to_host(self, rows: PagedRows, numbers: Sequence[int], memory: Tensor, host_rows: Sequence[int]) -> None:

@@ -82,8 +82,7 @@ class RowLayout:
     fields: Mapping[str, str]  # weights, dtype, device, kernels, ranks and versions, by name
     block_size: int  # tokens of a block; without attention, distance of two states in tokens
     granularity: int  # tokens between two possible ends of a prefix
-    num_lookahead_tokens: int
-    """Tokens after a prefix that its last block depends on: 1 if a draft head stores keys, else 0."""
+    num_lookahead_tokens: int  # tokens after a prefix that its last block needs: 1 if a draft head stores keys, else 0
     block_parts: tuple[RowPart, ...]  # parts of a KV block; empty without attention
     page_parts: tuple[RowPart, ...]  # parts of a state; empty without recurrent layers
 

@@ -32,10 +32,9 @@ class FileSpan:
 
 
 class PrefixSpans:
-    """The files of one prefix: full segments of 16 blocks, and endings (positions at which a request can continue).
+    """The files of one prefix. keys: prefix keys of `ids`. max_tokens: maximum tokens of the prefix.
 
-    keys: prefix keys of `ids`. max_tokens: maximum tokens of the prefix. If blocks depend on the token after them,
-    `ids` must have that token.
+    If blocks depend on the token after them, `ids` must have that token.
     """
 
     def __init__(self, cache: DeviceCache, keys: PrefixKeys, ids: NDArray[np.int32], max_tokens: int) -> None:

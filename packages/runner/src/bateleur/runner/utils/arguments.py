@@ -142,10 +142,7 @@ class Several:
     rule: str
 
     def __call__(self, name: str, value: object) -> tuple[Any, ...]:
-        """Return the checked entries as a tuple.
-
-        Raises ValueError naming the entry, or the argument if it is no sequence.
-        """
+        """Return the checked entries as a tuple. Raises ValueError that names the entry or the argument."""
         if not isinstance(value, Sequence) or isinstance(value, TEXTS_AND_BYTES):
             refuse(name, value, self.rule)
         return tuple(self.each(f"{name}[{i}]", entry) for i, entry in enumerate(value))

@@ -1,7 +1,5 @@
 """Options as dataclass fields: default, check and help text (the docstring under the field) in one place."""
 
-from __future__ import annotations
-
 import ast
 import inspect
 import textwrap

@@ -26,16 +26,12 @@ class TensorEntry:
     """Name, shape, dtype and position of one tensor in a safetensors file."""
 
     file: Path
-    name: str
-    """Name in the file, whatever prefix the family has."""
+    name: str  # in the file, whatever prefix the family has
     shape: tuple[int, ...]
-    dtype: str
-    """Name in safetensors: `F32`, `BF16`, ..."""
-    start: int
-    """Offset in the file in bytes."""
+    dtype: str  # name in safetensors: `F32`, `BF16`, ...
+    start: int  # offset in the file in bytes
     num_bytes: int
-    named: bool = True
-    """False for a tensor of a shard that the index does not list; it is read if the model needs it."""
+    named: bool = True  # False for a tensor of a shard that the index does not list; it is read if the model needs it
     quantized: ClassVar[bool] = False
     """Whether the numbers are computed from codes and scales, and rounded to the dtype of the model at first."""
 

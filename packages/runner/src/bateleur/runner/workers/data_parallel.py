@@ -101,13 +101,11 @@ class DataParallelCoordinator:
             self._update_stats()
 
     def _update_stats(self) -> None:
-        """Get the counters of all ranks, if no request is left."""
         if not self.requests:
             with self._leader.send_each([messages.ReportStats()] * len(self.loads)):
                 self._receive()
 
     def _receive(self) -> None:
-        """Collect the outputs of all ranks after a message."""
         self._queue(self._engine.registry.take_all())
         for index, reply in enumerate(self._leader.replies()):
             self._queue(reply.outputs)
