@@ -155,8 +155,8 @@ def test_staging_of_drafts(rows: int, record_property: Recorder) -> None:
     buffers, token = DraftBuffers(limits, 5, "cpu"), torch.zeros(rows, dtype=torch.int64)
     with compiling() as found:
         geometry.stage_first(buffers, batch, batch.slot_mappings[0], token, token)
-        geometry.stage_chain(buffers, token, batch.block_tables[0], 16)
-        geometry.advance(buffers, token.int(), batch.block_tables[0], 16)
+        geometry.stage_next(buffers, token, batch.block_tables[0], 16, True)
+        geometry.stage_next(buffers, token.int(), batch.block_tables[0], 16, False)
     check(found, {"first_kernel", "chain_kernel"}, record_property, f"of {rows} rows")
 
 

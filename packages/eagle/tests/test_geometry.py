@@ -16,7 +16,7 @@ from torch import Tensor
 from bateleur.cudagraph import BatchExecutionDescriptor, CudaGraphMode
 from bateleur.cudagraph.backends import get_backend
 from bateleur.eagle.buffers import DraftBuffers
-from bateleur.eagle.geometry import advance, stage_chain, stage_first
+from bateleur.eagle.geometry import stage_first, stage_next
 from bateleur.metadata import BatchLimits, BatchShape, CommonAttentionMetadata, InputBuffers, KVCacheGroup, StepRows
 
 BLOCK = 4
@@ -78,8 +78,7 @@ class Step:
 
     def chain(self, step: int, given: int | None = None) -> dict[str, list[Any]]:
         """Record draft `step` and stage the pass behind it."""
-        stage = advance if step else stage_chain
-        stage(self.buffers, self.drawn(step, given), self.batch.block_tables[0], BLOCK)
+        stage_next(self.buffers, self.drawn(step, given), self.batch.block_tables[0], BLOCK, first=step == 0)
         return contents(self.buffers)
 
     def slot(self, row: int, position: int) -> int:
@@ -299,7 +298,7 @@ def test_a_row_that_drew_nothing_drafts_nothing_and_embeds_a_real_id() -> None:
     step = Step([(5, 1), (6, 1)])
     step.next[0] = -1
     assert step.stage_first()["input_ids"][:2] == [0, 901]
-    stage_chain(step.buffers, torch.tensor([-1, 3]), step.batch.block_tables[0], BLOCK)
+    stage_next(step.buffers, torch.tensor([-1, 3]), step.batch.block_tables[0], BLOCK, first=True)
     assert step.buffers.input_ids[:2].tolist() == [0, 3]
     assert step.buffers.tokens[:2, 0].tolist() == [-1, 3]
 
@@ -320,9 +319,8 @@ def test_all_of_it_can_be_captured_and_replayed_on_another_step() -> None:
 
     def body(_: Any) -> None:
         stage_first(one.buffers, batch, 0, next_token, num_valid)
-        stage_chain(one.buffers, drawn[0], table, BLOCK)
-        for step in (1, 2):
-            advance(one.buffers, drawn[step], table, BLOCK)
+        for step in range(3):
+            stage_next(one.buffers, drawn[step], table, BLOCK, first=step == 0)
 
     key = BatchExecutionDescriptor(CudaGraphMode.FULL, 9, 3, max_query_len=9)
     recording = get_backend("recorded", "cpu").capture(body, key, None)
@@ -351,8 +349,8 @@ def test_wrong_arguments() -> None:
     with pytest.raises(ValueError, match="at most the 2 rows of the batch"):
         stage_first(step.buffers, step.batch, 0, token.repeat(2), token.repeat(2))
     with pytest.raises(ValueError, match=r"token: has shape \(4,\), must be .* at most 6 rows .* and 2"):
-        stage_chain(step.buffers, token.repeat(2), step.batch.block_tables[0], BLOCK)
+        stage_next(step.buffers, token.repeat(2), step.batch.block_tables[0], BLOCK, first=True)
     with pytest.raises(ValueError, match=r"token: has shape \(1, 2\)"):
-        advance(step.buffers, token[None], step.batch.block_tables[0], BLOCK)
+        stage_next(step.buffers, token[None], step.batch.block_tables[0], BLOCK)
     with pytest.raises(ValueError, match="num_speculative_tokens=0 must be at least 1"):
         DraftBuffers(BatchLimits(1, 2, 8), 0, "cpu")

@@ -102,16 +102,14 @@ def test_kernels_write_what_torch_writes(
     for step in range(drafts + 1):
         # as a column of the drafts of a block drafter would be, and in another type
         token = torch.from_numpy(rng.integers(-1, 90, (given, 2)).astype(np.int32 if step else np.int64))[:, 1]
-        name = "advance" if step else "stage_chain"
-        kernel = getattr(kernels, name)
-        FORMS[name].torch(want, token.clone(), batches[0].block_tables[0], BLOCK)
-        kernel(got, token.to(device), batches[1].block_tables[0], BLOCK)
+        FORMS["stage_next"].torch(want, token.clone(), batches[0].block_tables[0], BLOCK, step == 0)
+        kernels.stage_next(got, token.to(device), batches[1].block_tables[0], BLOCK, step == 0)
         compare(around_got, around_want)
 
 
 def test_cuda_takes_the_kernels(device: torch.device) -> None:
     buffers = DraftBuffers(BatchLimits(1, 1, 8), 1, device)
-    for name in ("stage_first", "stage_chain", "advance"):
+    for name in ("stage_first", "stage_next"):
         form = FORMS[name].on(buffers.seq_lens)
         assert (form is getattr(kernels, name)) == (device.type == "cuda")
 

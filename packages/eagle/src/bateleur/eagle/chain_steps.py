@@ -11,7 +11,7 @@ from torch import Tensor
 from bateleur.cudagraph import BatchExecutionDescriptor, Phase, StagedBatch
 from bateleur.eagle.buffers import DraftBuffers
 from bateleur.eagle.cache import DraftCache
-from bateleur.eagle.geometry import stage_chain, stage_first
+from bateleur.eagle.geometry import stage_first, stage_next
 from bateleur.eagle.passes import DraftState
 from bateleur.metadata import (
     NULL_BLOCK,
@@ -146,7 +146,7 @@ class ChainSteps:
         x = self._inputs
         self.stage_dummy(batch, 0, table, seed)
         drawn = torch.zeros(batch.num_actual_reqs, dtype=torch.int64, device=x.device)
-        stage_chain(x, drawn, x.block_table, self._cache.blocks.block_size)
+        stage_next(x, drawn, x.block_table, self._cache.blocks.block_size, first=True)
         return self.build(batch, key.num_tokens, 1, phase).staged(key)
 
     def stage_dummy(

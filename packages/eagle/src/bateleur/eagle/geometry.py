@@ -56,35 +56,27 @@ def stage_first(
     FORMS["stage_first"].on(buffers.seq_lens)(buffers, batch, batch.slot_mappings[group], next_token, num_valid)
 
 
-def stage_chain(buffers: DraftBuffers, token: Tensor, block_table: Tensor, block_size: int) -> None:
-    """Record the drafts sampled in the first pass, and stage the second pass, with one token for each request.
+def stage_next(
+    buffers: DraftBuffers, token: Tensor, block_table: Tensor, block_size: int, *, first: bool = False
+) -> None:
+    """Record the drafts sampled in a pass, and stage the next pass, with one token for each request.
 
     token: (n,) integer, drafts of requests 0 .. n - 1, at least all real ones. -1 is recorded as no draft.
     block_table: (at least n, max_blocks) int32, block table of the draft's KV-cache group; a null block stores nothing.
     block_size: tokens of a block.
+    first: whether the drafts are those of the first pass, in which a request has any number of tokens.
 
-    A request whose position is `max_model_len` or more stores nothing, keeps its length, and gets no draft. Raises
-    `ValueError` if n is larger than the buffers or the table.
+    A request whose position is `max_model_len` or more stores nothing, keeps its length, and gets no draft. Called
+    after the last draft, too, although the staged pass is not run. A further call records nothing. Raises `ValueError`
+    if n is larger than the buffers or the table.
     """
-    _chain("stage_chain", buffers, token, block_table, block_size)
-
-
-def advance(buffers: DraftBuffers, token: Tensor, block_table: Tensor, block_size: int) -> None:
-    """Record the drafts sampled in a pass after the first, and stage the next pass; arguments as for `stage_chain`.
-
-    Called after the last draft, too, although the staged pass is not run. A further call records nothing.
-    """
-    _chain("advance", buffers, token, block_table, block_size)
-
-
-def _chain(name: str, buffers: DraftBuffers, token: Tensor, block_table: Tensor, block_size: int) -> None:
     most = min(buffers.limits.max_num_reqs, block_table.shape[0])
     if token.dim() != 1 or token.shape[0] > most:
         raise ValueError(
             f"token: has shape {tuple(token.shape)}, must be (n,) with at most {buffers.limits.max_num_reqs} rows "
             f"of the buffers and {block_table.shape[0]} of block_table"
         )
-    FORMS[name].on(buffers.seq_lens)(buffers, token, block_table, block_size)
+    FORMS["stage_next"].on(buffers.seq_lens)(buffers, token, block_table, block_size, first)
 
 
 def _stage_first(
@@ -121,17 +113,15 @@ def _stage_first(
     _put(x.slot_mapping, torch.where(stored_T, slots, PAD_SLOT), PAD_SLOT)
 
 
-def _stage_chain(x: DraftBuffers, token: Tensor, block_table: Tensor, block_size: int) -> None:
-    starts = x.query_start_loc
-    num_rows = (starts[1:] > starts[:-1]).sum()
-    index = torch.arange(len(starts), device=x.device)
-    starts.copy_(torch.minimum(index, num_rows))
-    x.last_index.copy_(index[:-1] * (index[:-1] < num_rows))
-    _clear(x, x.seq_lens, x.num_computed_tokens)
-    _advance(x, token, block_table, block_size)
+def _stage_next(x: DraftBuffers, token: Tensor, block_table: Tensor, block_size: int, first: bool) -> None:
+    if first:
+        starts = x.query_start_loc
+        num_rows = (starts[1:] > starts[:-1]).sum()
+        index = torch.arange(len(starts), device=x.device)
+        starts.copy_(torch.minimum(index, num_rows))
+        x.last_index.copy_(index[:-1] * (index[:-1] < num_rows))
+        _clear(x, x.seq_lens, x.num_computed_tokens)
 
-
-def _advance(x: DraftBuffers, token: Tensor, block_table: Tensor, block_size: int) -> None:
     count, limit = len(token), x.limits.max_model_len
     index_n = torch.arange(count, device=x.device)
     live_n = index_n < x.query_start_loc[-1]
@@ -169,5 +159,5 @@ def _put(buffer: Tensor, values: Tensor, tail: Tensor | int = 0) -> None:
 
 FORMS: dict[str, Implementations[Callable[..., None]]] = {
     name: Implementations(form, triton=f"bateleur.eagle.kernels.geometry:{name}")
-    for name, form in (("stage_first", _stage_first), ("stage_chain", _stage_chain), ("advance", _advance))
+    for name, form in (("stage_first", _stage_first), ("stage_next", _stage_next))
 }

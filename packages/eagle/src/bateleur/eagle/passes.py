@@ -19,7 +19,7 @@ from bateleur.cudagraph import BatchExecutionDescriptor, CudaGraphMode, Executio
 from bateleur.eagle.buffers import DraftBuffers
 from bateleur.eagle.cache import DraftCache
 from bateleur.eagle.draw import argmax
-from bateleur.eagle.geometry import advance, stage_chain
+from bateleur.eagle.geometry import stage_next
 from bateleur.eagle.heads.spec import Head, vocab_of
 from bateleur.eagle.rejection_sampler import draw_draft
 from bateleur.eagle.rules import Rule
@@ -100,7 +100,7 @@ class DraftPasses:
 
     def first(self, execution: Execution[DraftState]) -> Tensor:
         """Run the first pass on all tokens of the target's step, and stage the next pass. Returns (n,) int64 drafts."""
-        return self._pass(execution, stage_chain, self._inputs.last_index[: self._num_rows(execution)])
+        return self._pass(execution, self._inputs.last_index[: self._num_rows(execution)])
 
     def store_kv(self, execution: Execution[DraftState]) -> None:
         """Run the head on the target's step only to store keys and values, so the last layer does no more than that."""
@@ -113,20 +113,21 @@ class DraftPasses:
         """
         variant = () if execution.key is None else execution.key.variant
         if not variant:
-            return self._pass(execution, advance)
+            return self._pass(execution)
         assert self.refresh is not None
         token_n = self._inputs.tokens[: execution.state.batch.num_tokens, 0]
         for _ in range(int(variant[0]) - 1):
             self.refresh(execution.state.metadata)
-            token_n = self._pass(execution, advance)
+            token_n = self._pass(execution)
         return token_n
 
-    def _pass(self, execution: Execution[DraftState], stage: Callable[..., None], rows: Tensor | None = None) -> Tensor:
+    def _pass(self, execution: Execution[DraftState], rows: Tensor | None = None) -> Tensor:
+        """rows: in the first pass, indices of the tokens from whose output drafts are sampled."""
         x = self._inputs
         h_nH, recycled_nH = self._forward(execution, rows, self._layers)
         token_n = self._draw(execution, h_nH)
         x.hidden[: len(token_n)] = recycled_nH
-        stage(x, token_n, x.block_table, self._block_size)
+        stage_next(x, token_n, x.block_table, self._block_size, first=rows is not None)
         return token_n
 
     def _forward(

@@ -4,8 +4,6 @@ implementation in `bateleur.eagle.geometry` is the specification.
 Legend: T tokens or N rows (requests) of a tile.
 """
 
-from functools import partial
-
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -149,7 +147,8 @@ def stage_first(
     )  # fmt: skip
 
 
-def _chain(buffers: DraftBuffers, token: Tensor, block_table: Tensor, block_size: int, *, first: bool) -> None:
+def stage_next(buffers: DraftBuffers, token: Tensor, block_table: Tensor, block_size: int, first: bool) -> None:
+    """Record drafts and stage the next pass in one launch."""
     max_rows, max_tokens = len(buffers.seq_lens), len(buffers.input_ids)
     block = min(max(128, triton.next_power_of_2(max_rows)), 1024)
     chain_kernel[(1,)](
@@ -157,6 +156,3 @@ def _chain(buffers: DraftBuffers, token: Tensor, block_table: Tensor, block_size
         len(token), block_table.stride(0), block_size, buffers.limits.max_model_len, max_rows, max_tokens,
         FIRST=first, DRAFTS=buffers.num_speculative_tokens, BLOCK=block, num_warps=block // 128, enable_fp_fusion=True,
     )  # fmt: skip
-
-
-stage_chain, advance = partial(_chain, first=True), partial(_chain, first=False)
