@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from bateleur.eagle import DraftContext, EagleSpeculator, TargetNeeds
-from bateleur.eagle.heads.dense import DenseAttend
+from bateleur.eagle.heads.layers import DenseAttend
 from bateleur.runner import LLM, SamplingParams
 from bateleur.runner.requests.prefix_keys import PrefixKeys
 from bateleur.runner.requests.request import Request

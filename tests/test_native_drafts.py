@@ -179,9 +179,10 @@ def test_angles_are_held_once(make_llm: Callable[..., LLM], tiny_head: Path) -> 
     """For long sequences, rotary angles are as large as a weight matrix."""
     drafter = speculator_of(make_llm(draft=tiny_head))
     assert isinstance(drafter.head, Eagle3Head)
-    assert drafter.head.turns is not None
+    assert drafter.head.rotary is not None
+    assert drafter.head.rotary.table is not None
     assert drafter._native is not None
-    held = [each.data_ptr() for each in drafter.head.turns]
+    held = [each.data_ptr() for each in drafter.head.rotary.table]
     assert held == [drafter._native._struct.cos, drafter._native._struct.sin]
 
 

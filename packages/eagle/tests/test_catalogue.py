@@ -17,10 +17,9 @@ import pytest
 import torch
 
 from bateleur.cudagraph import CudagraphDispatcher, CudaGraphMode, RecordedBackend, ReplayChecks
-from bateleur.eagle.cache import DraftCache
+from bateleur.eagle.buffers import DraftCache
 from bateleur.eagle.chain_steps import bound_of_drafts
-from bateleur.eagle.conformance.toy_engine import ToyRequest
-from bateleur.eagle.conformance.toy_target import DTYPE, HEAD_DIM, ToyTarget, paged_caches
+from bateleur.eagle.conformance.toy_engine import DTYPE, HEAD_DIM, ToyRequest, ToyTarget, paged_caches
 from bateleur.eagle.loop import Request, sample, speculate
 from bateleur.eagle.managers import DraftGraphs
 from bateleur.eagle.speculator import EagleSpeculator

@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 
 from bateleur.cudagraph import CudagraphDispatcher, CudaGraphMode, RecordedBackend
-from bateleur.eagle.cache import DraftCache
+from bateleur.eagle.buffers import DraftCache
 from bateleur.eagle.conformance import check_drafter
-from bateleur.eagle.conformance.toy_engine import ToyRequest
-from bateleur.eagle.conformance.toy_target import ToyTarget, paged_caches
+from bateleur.eagle.conformance.toy_engine import ToyRequest, ToyTarget, paged_caches
 from bateleur.eagle.drafter import DraftContext, Drafter, TargetNeeds
 from bateleur.eagle.managers import DraftGraphs
 from bateleur.eagle.ngram import NGramDrafter

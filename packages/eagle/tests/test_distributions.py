@@ -21,12 +21,10 @@ from bateleur.eagle import (
     SamplingDrafter,
     draw_draft,
 )
-from bateleur.eagle.buffers import DraftLogits
-from bateleur.eagle.cache import DraftCache
+from bateleur.eagle.buffers import DraftCache, DraftLogits
 from bateleur.eagle.conformance import check_drafter
-from bateleur.eagle.conformance.toy_engine import ToyRequest
-from bateleur.eagle.conformance.toy_target import DTYPE, HEAD_DIM, ToyTarget, paged_caches
-from bateleur.eagle.heads.dense import DenseAttend
+from bateleur.eagle.conformance.toy_engine import DTYPE, HEAD_DIM, ToyRequest, ToyTarget, paged_caches
+from bateleur.eagle.heads.layers import DenseAttend
 from bateleur.metadata import BatchLimits, get_backend
 from eagle_doubles.engine import GraphEngine
 from eagle_doubles.heads import ToyHead

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from bateleur.eagle import loop
-from bateleur.eagle.conformance.toy_target import ToyTarget
+from bateleur.eagle.conformance.toy_engine import ToyTarget
 from bateleur.eagle.drafter import TargetNeeds
-from bateleur.eagle.heads.dense import DenseAttend
+from bateleur.eagle.heads.layers import DenseAttend
 from bateleur.eagle.loop import Request, Step, sample, speculate
 from bateleur.eagle.rules import Logits, Rule
 from eagle_doubles.heads import MarkovHead, ToyHead

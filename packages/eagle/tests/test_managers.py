@@ -20,8 +20,8 @@ from bateleur.cudagraph import (
     StaleState,
 )
 from bateleur.eagle.borrow import BorrowError
-from bateleur.eagle.cache import DraftCache
-from bateleur.eagle.conformance.toy_target import DTYPE, HEAD_DIM, ToyTarget, paged_caches
+from bateleur.eagle.buffers import DraftCache
+from bateleur.eagle.conformance.toy_engine import DTYPE, HEAD_DIM, ToyTarget, paged_caches
 from bateleur.eagle.managers import DecodeEagleCudaGraphManager, DraftGraphs, PrefillEagleCudaGraphManager
 from bateleur.eagle.speculator import EagleSpeculator
 from bateleur.metadata import BatchLimits, GraphSupport, get_backend

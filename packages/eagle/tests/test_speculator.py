@@ -22,10 +22,8 @@ from bateleur.cudagraph import (
 )
 from bateleur.cudagraph import get_backend as get_graph_backend
 from bateleur.eagle.borrow import BorrowError
-from bateleur.eagle.buffers import DraftBuffers
-from bateleur.eagle.cache import DraftCache
-from bateleur.eagle.conformance.toy_engine import ToyRequest
-from bateleur.eagle.conformance.toy_target import DTYPE, HEAD_DIM, ToyTarget, paged_caches
+from bateleur.eagle.buffers import DraftBuffers, DraftCache
+from bateleur.eagle.conformance.toy_engine import DTYPE, HEAD_DIM, ToyRequest, ToyTarget, paged_caches
 from bateleur.eagle.drafter import DraftContext, TargetNeeds
 from bateleur.eagle.managers import DraftGraphs
 from bateleur.eagle.speculator import EagleSpeculator

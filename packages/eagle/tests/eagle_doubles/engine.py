@@ -19,9 +19,8 @@ from bateleur.cudagraph import (
     StagedBatch,
     UnpaddedBatch,
 )
-from bateleur.eagle.conformance.toy_engine import ToyEngine, ToyRequest, ToyState
-from bateleur.eagle.conformance.toy_target import DTYPE
-from bateleur.eagle.heads.dense import DenseAttend
+from bateleur.eagle.conformance.toy_engine import DTYPE, ToyEngine, ToyRequest, ToyState
+from bateleur.eagle.heads.layers import DenseAttend
 from bateleur.eagle.speculator import EagleSpeculator
 from bateleur.metadata import BatchShape, BuildPhase, CommonAttentionMetadata, StepRows
 

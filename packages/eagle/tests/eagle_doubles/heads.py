@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bateleur.eagle.conformance.toy_target import ToyLayer, ToyTarget, weights
+from bateleur.eagle.conformance.toy_engine import ToyLayer, ToyTarget, weights
 from bateleur.eagle.drafter import TargetNeeds
 from bateleur.eagle.heads.spec import Attend
 

@@ -11,7 +11,6 @@ from bateleur.eagle.drafter import BoundedDrafter, DraftContext, Drafter, Sampli
 from bateleur.eagle.draw import SampledTokens, argmax, draw
 from bateleur.eagle.ngram import NGramDrafter
 from bateleur.eagle.noise import HashedVocab, Keys, Role, bits, gumbel, uniform
-from bateleur.eagle.penalties import Penalties
 from bateleur.eagle.policy import (
     ByBatchSize,
     BySurvival,
@@ -26,18 +25,18 @@ from bateleur.eagle.policy import (
 from bateleur.eagle.rejection_sampler import draw_draft, verify
 from bateleur.eagle.rules import Coupled, DraftDistribution, Drafts, Logits, OneHot, RejectionOutput, Rows, Rule
 from bateleur.eagle.sample import sample
-from bateleur.eagle.sampling_metadata import SamplingMetadata
+from bateleur.eagle.sampling_metadata import Penalties, SamplingMetadata
 from bateleur.eagle.stats import AcceptanceEstimates, AcceptStats
 from bateleur.eagle.vocab_shard import ShardCollectives, VocabShard
 
 if TYPE_CHECKING:
-    from bateleur.eagle.cache import DraftCache
+    from bateleur.eagle.buffers import DraftCache
     from bateleur.eagle.managers import DecodeEagleCudaGraphManager, DraftGraphs, PrefillEagleCudaGraphManager
     from bateleur.eagle.speculator import EagleSpeculator
 
 _LAZY = {
     "DecodeEagleCudaGraphManager": "managers",
-    "DraftCache": "cache",
+    "DraftCache": "buffers",
     "DraftGraphs": "managers",
     "EagleSpeculator": "speculator",
     "PrefillEagleCudaGraphManager": "managers",

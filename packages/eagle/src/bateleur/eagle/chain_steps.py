@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from bateleur.cudagraph import BatchExecutionDescriptor, Phase, StagedBatch
-from bateleur.eagle.buffers import DraftBuffers
-from bateleur.eagle.cache import DraftCache
+from bateleur.eagle.buffers import DraftBuffers, DraftCache
 from bateleur.eagle.geometry import stage_first, stage_next
 from bateleur.eagle.passes import DraftState
 from bateleur.metadata import (

@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol, TypeAlias, runtime_checkable
 import torch
 from torch import Tensor
 
-from bateleur.eagle.heads.dense import DenseAttend
+from bateleur.eagle.heads.layers import DenseAttend
 from bateleur.eagle.heads.spec import Head, vocab_of
 from bateleur.eagle.rejection_sampler import draw_draft, verify
 from bateleur.eagle.rules import Coupled, Drafts, Logits, OneHot, Rows, Rule, apply_temperature

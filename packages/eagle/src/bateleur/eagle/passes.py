@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from bateleur.cudagraph import BatchExecutionDescriptor, CudaGraphMode, Execution, StagedBatch
-from bateleur.eagle.buffers import DraftBuffers
-from bateleur.eagle.cache import DraftCache
+from bateleur.eagle.buffers import DraftBuffers, DraftCache
 from bateleur.eagle.draw import argmax
 from bateleur.eagle.geometry import stage_next
 from bateleur.eagle.heads.spec import Head, vocab_of

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from bateleur.cudagraph import BatchExecutionDescriptor, CapturedStates, DispatchCounter, Execution, Phase, RankStep
 from bateleur.eagle.borrow import TargetState, require_borrow
-from bateleur.eagle.buffers import DraftBuffers, DraftLogits
-from bateleur.eagle.cache import DraftCache
+from bateleur.eagle.buffers import DraftBuffers, DraftCache, DraftLogits
 from bateleur.eagle.chain_steps import ChainSteps
 from bateleur.eagle.drafter import DraftContext, TargetNeeds
 from bateleur.eagle.geometry import stage_first

@@ -1,8 +1,7 @@
 """Conformance check for drafters: raises an error that lists all violations, or returns a report."""
 
 from bateleur.eagle.conformance.check import DrafterReport, check_drafter
-from bateleur.eagle.conformance.toy_engine import ToyEngine
-from bateleur.eagle.conformance.toy_target import ToyTarget
+from bateleur.eagle.conformance.toy_engine import ToyEngine, ToyTarget
 from bateleur.metadata.conformance import ConformanceError, Violation
 
 __all__ = ["ConformanceError", "DrafterReport", "ToyEngine", "ToyTarget", "Violation", "check_drafter"]

@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from bateleur.eagle.conformance.toy_engine import ToyEngine, ToyRequest
-from bateleur.eagle.conformance.toy_target import DTYPE, HEAD_DIM, ToyTarget
+from bateleur.eagle.conformance.toy_engine import DTYPE, HEAD_DIM, ToyEngine, ToyRequest, ToyTarget
 from bateleur.eagle.drafter import DraftContext, Drafter
 from bateleur.metadata import BatchLimits, get_backend
 from bateleur.metadata.conformance import ConformanceError, Violation

@@ -1,6 +1,6 @@
 """Draft heads: EAGLE-1, EAGLE-3 with the options of 3.1; and loaders for the published checkpoint layouts."""
 
-from bateleur.eagle.heads.dense import DenseAttend
+from bateleur.eagle.heads.layers import DenseAttend
 from bateleur.eagle.heads.load import LoadReport, load_head
 from bateleur.eagle.heads.spec import Attend, Head, HeadSpec, Rope, TargetInfo
 

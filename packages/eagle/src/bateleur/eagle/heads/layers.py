@@ -1,4 +1,4 @@
-"""Building blocks of draft heads: norm, rotary embedding, attention branch, MLP branch. No cache, no state.
+"""Building blocks of draft heads: norm, rotary embedding, attention branch, MLP branch, and a simple `Attend`.
 
 Legend for shapes: T tokens, R tokens whose output is wanted (`rows`), X width of the input, H hidden size, Hq/Hk query
 and key heads, D head size, P rotated pairs of dimensions, F intermediate size, Vd draft vocabulary.
@@ -169,7 +169,7 @@ class BaseHead:
     ) -> None:
         self.spec, self.vocabulary, self.target_ids = spec, vocabulary, target_ids
         self.shard, self.dtype = vocabulary.shard, weights.dtype
-        self._rotary = Rotary(spec.rope, weights.dtype, weights.device) if spec.rope is not None else None
+        self.rotary = Rotary(spec.rope, weights.dtype, weights.device) if spec.rope is not None else None
 
     def fuse(self, features: Sequence[Tensor]) -> Tensor:
         """Return the hidden input of the first draft pass: the target's final hidden state (T, H)."""
@@ -177,13 +177,8 @@ class BaseHead:
 
     def reserve_positions(self, num_positions: int) -> None:
         """Announce that all positions are below `num_positions`; cosines and sines are then precomputed."""
-        if self._rotary is not None:
-            self._rotary.reserve(num_positions)
-
-    @property
-    def turns(self) -> Rotation | None:
-        """Cosines and sines of all reserved positions; None without rotary embedding."""
-        return None if self._rotary is None else self._rotary.table
+        if self.rotary is not None:
+            self.rotary.reserve(num_positions)
 
     def embed(self, ids_T: Tensor) -> Tensor:
         """Return the embeddings (T, H) of token ids (T,), in the head's dtype."""
@@ -196,7 +191,7 @@ class BaseHead:
 
         h: residual before the first layer. x: attention input of the first layer.
         """
-        rotary = None if self._rotary is None else self._rotary.at(positions)
+        rotary = None if self.rotary is None else self.rotary.at(positions)
         for layer in self.layers[:-1]:
             x_TX = h_TH = layer(h_TH, x_TX, rotary, attend, None)
         return self.layers[-1](h_TH, x_TX, rotary, attend, rows)
@@ -204,3 +199,38 @@ class BaseHead:
     def logits(self, hidden: Tensor) -> Tensor:
         """Return the logits (R, Vd) float32 of hidden states (R, H)."""
         return self.vocabulary.output(hidden.to(self.vocabulary.output_dtype)).float()
+
+
+class DenseAttend:
+    """Attention (`Attend`) for one sequence with a growing cache: for tests, teaching and first experiments on a CPU.
+
+    A pass appends its tokens to the cache and attends to all cached ones, or to the sliding window of `spec`.
+
+    kv: keys and values (n, Hk, D) of each layer that has run, for n tokens, Hk heads and head size D.
+    """
+
+    def __init__(self, spec: HeadSpec | None = None) -> None:
+        self._window = None if spec is None else spec.sliding_window
+        self.kv: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def __len__(self) -> int:
+        return len(self.kv[0][0]) if self.kv else 0
+
+    def truncate(self, length: int) -> None:
+        """Drop all but the first `length` tokens from the cache, for example after rejected drafts."""
+        if not 0 <= length <= len(self):
+            raise ValueError(f"length is {length}; the cache holds {len(self)} tokens")
+        self.kv = {layer: (keys[:length], values[:length]) for layer, (keys, values) in self.kv.items()}
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Append k and v to the cache, and return attention (T, Hq, D) of q, the queries of the last T tokens."""
+        keys, values = self.kv.get(layer, (k[:0], v[:0]))
+        self.kv[layer] = keys, values = torch.cat((keys, k)), torch.cat((values, v))
+        length, num_new = keys.shape[0], q.shape[0]
+        key_at = torch.arange(length, device=q.device)
+        behind = key_at[length - num_new :, None] - key_at
+        seen = behind >= 0 if self._window is None else (behind >= 0) & (behind < self._window)
+        out = F.scaled_dot_product_attention(
+            q.transpose(0, 1), keys.transpose(0, 1), values.transpose(0, 1), seen, enable_gqa=True
+        )
+        return out.transpose(0, 1)

@@ -1,4 +1,4 @@
-"""Penalties applied while logits are read, so that they need no launch: see `bateleur.eagle.penalties`."""
+"""Penalties applied while logits are read, so that they need no launch: see `bateleur.eagle.Penalties`."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from bateleur.eagle.penalties import Penalties
+from bateleur.eagle.sampling_metadata import Penalties
 
 NATIVE = tl.constexpr(not triton.knobs.runtime.interpret)
 """Whether kernels are compiled, with the exp and log1p of CUDA, as in torch. The interpreter has neither."""

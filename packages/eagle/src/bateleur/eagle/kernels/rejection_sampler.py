@@ -18,9 +18,8 @@ from bateleur.eagle.draw import SampledTokens
 from bateleur.eagle.kernels.penalties import NATIVE, arguments, penalised, penalties_of
 from bateleur.eagle.kernels.truncation import truncation_thresholds
 from bateleur.eagle.noise import HashedVocab, Keys, Role, names
-from bateleur.eagle.penalties import Penalties
 from bateleur.eagle.rules import Drafts, RejectionOutput, Rows
-from bateleur.eagle.sampling_metadata import SamplingMetadata
+from bateleur.eagle.sampling_metadata import Penalties, SamplingMetadata
 
 _BLOCK = 512  # for one warp, because reductions in a warp need no barrier
 _PROGRAMS = 2560  # about 20 warps for each multiprocessor of an H200; longer splits would skip more tiles

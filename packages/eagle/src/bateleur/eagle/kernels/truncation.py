@@ -48,7 +48,7 @@ from bateleur.eagle.kernels.sort_keys import (
     mass_of,
     metadata_of,
 )
-from bateleur.eagle.penalties import Penalties
+from bateleur.eagle.sampling_metadata import Penalties
 
 _TILE = 2048  # tokens of a program of `stats_kernel`; half of them for `collect_kernel`
 _SAMPLES = 8192

@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from bateleur.eagle.cache import DraftCache
+from bateleur.eagle.buffers import DraftCache
 from bateleur.eagle.drafter import DraftContext
 from bateleur.eagle.heads.eagle import Eagle3Head
 from bateleur.eagle.heads.layers import RMSNorm
@@ -113,7 +113,8 @@ class NativeChain:
 
     def _described(self, head: Eagle3Head, cache: DraftCache, positions: int) -> _Head:
         spec, layer = head.spec, head.layers[0]
-        cos, sin = head.turns or (None, None)
+        table = None if head.rotary is None else head.rotary.table
+        cos, sin = table or (None, None)
         assert spec.rope is None or (cos is not None and len(cos) >= positions)
         hashes = vocab_of(head, torch.device("cpu")).hashes
         norms = [norm.weight.data_ptr() for norm in head.tap_norms]
