@@ -37,16 +37,15 @@ def borrow_violations(
     now: number of times that the target's buffers have been staged, for a pass that reads them later (a graph replay).
         It must equal the `generation` of the batch, else the buffers hold another step.
     """
-    pairs = {
-        "query_start_loc": (metadata.query_start_loc, batch.query_start_loc),
-        "seq_lens": (metadata.seq_lens, batch.seq_lens),
-        "slot_mapping": (metadata.slot_mapping, batch.slot_mappings[group]),
-        "block_table": (metadata.block_table, batch.block_tables[group]),
-    }
     found = [
         f"{name} is not memory of the step"
-        for name, (a, b) in pairs.items()
-        if a.data_ptr() != b.data_ptr() or a.shape != b.shape
+        for name, its, ours in (
+            ("query_start_loc", metadata.query_start_loc, batch.query_start_loc),
+            ("seq_lens", metadata.seq_lens, batch.seq_lens),
+            ("slot_mapping", metadata.slot_mapping, batch.slot_mappings[group]),
+            ("block_table", metadata.block_table, batch.block_tables[group]),
+        )
+        if its.data_ptr() != ours.data_ptr() or its.shape != ours.shape
     ]
     for name in ("max_query_len", "max_seq_len"):
         its, ours = getattr(metadata, name), getattr(batch, name)

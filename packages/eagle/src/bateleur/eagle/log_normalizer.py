@@ -15,8 +15,6 @@ from torch import Tensor
 
 from bateleur.eagle.vocab_shard import VocabShard
 
-_FINEST = 60
-
 
 class LogNormalizer(NamedTuple):
     """The largest logit of N rows, and the logarithm of the sum of exp(logit - largest); (N, 1) float32 each."""
@@ -42,7 +40,7 @@ class LogNormalizer(NamedTuple):
         return logits.sub(self.best).sub_(self.log_mass)
 
 
-def exact_sum(x: Tensor, bits: int = _FINEST, shard: VocabShard | None = None) -> Tensor:
+def exact_sum(x: Tensor, bits: int = 60, shard: VocabShard | None = None) -> Tensor:
     """Sum (N, V) float32 values in [0, 1], each truncated to a multiple of 2^-bits, and overwrite them.
 
     Returns (N, 1) float64, over all ranks if `shard` is given. Sums must stay below 8 with 60 bits, 2^23 with 40.

@@ -44,8 +44,6 @@ from torch import Tensor
 
 from bateleur.eagle.vocab_shard import VocabShard
 
-_MAX_DRAFT_INDEX = 1 << 24
-
 
 def _signed(value: int, width: int) -> int:
     """Return the signed (two's-complement) value of an unsigned constant, for the signed types of torch."""
@@ -92,7 +90,7 @@ class Keys:
     def __post_init__(self) -> None:
         for name, value in (("seed", self.seed), ("position", self.position), ("draft_index", self.draft_index)):
             if isinstance(value, int):
-                if not 0 <= value < _MAX_DRAFT_INDEX:
+                if not 0 <= value < 1 << 24:
                     raise ValueError(f"{name}={value} must be in [0, 2^24)")
             elif value.dtype != torch.int64 or value.shape != self.seed.shape or value.dim() != 1:
                 raise ValueError(

@@ -70,7 +70,7 @@ def check_drafter(
     run.compare(base, run.run(_JOBS, padded=True), "D", "when the step is padded")
     run.compare(base, run.run(_JOBS, asked=(None, 0, 1, None, 0)), "K", "after steps with fewer drafts")
     if run.violations:
-        raise ConformanceError(run.name, run.violations)
+        raise ConformanceError(run.name, list(run.violations.values()))
     return DrafterReport(run.name, run.num_proposals, run.num_steps, run.num_accepted)
 
 
@@ -110,13 +110,11 @@ class _Check:
     num_proposals: int = 0
     num_steps: int = 0
     num_accepted: int = 0
-    violations: list[Violation] = field(default_factory=list)
-    noted: set[tuple[str, str]] = field(default_factory=set)
+    violations: dict[tuple[str, str], Violation] = field(default_factory=dict)
 
     def note(self, letter: str, text: str) -> None:
-        if (kind := (letter, text.split(":")[0])) not in self.noted:
-            self.noted.add(kind)
-            self.violations.append(Violation(letter, text))
+        """Record a violation, the first of each kind."""
+        self.violations.setdefault((letter, text.split(":")[0]), Violation(letter, text))
 
     def watched(self, drafter: Drafter, vocab_size: int, *, reads: bool) -> Any:
         """Return a drafter whose proposals are checked and cleaned. reads: whether it may wait for the device."""
@@ -139,8 +137,8 @@ class _Check:
     def sound(self, proposal: Any, shape: tuple[int, int], num_drafts: int, vocab_size: int) -> Tensor:
         """Check shape, dtype and ids of a proposal; return it with -1 in place of entries that an engine can't use."""
         if not isinstance(proposal, Tensor) or proposal.shape != shape or proposal.dtype != torch.int64:
-            found = (proposal.dtype, tuple(proposal.shape)) if isinstance(proposal, Tensor) else (type(proposal),)
-            self.note("P", f"the proposal must be int64 (R, K), such as {shape}; it is {' '.join(map(str, found))}")
+            found = f"{proposal.dtype} {tuple(proposal.shape)}" if isinstance(proposal, Tensor) else type(proposal)
+            self.note("P", f"the proposal must be int64 (R, K), such as {shape}; it is {found}")
             return torch.full(shape, -1)
         strange = (proposal < -1) | (proposal >= vocab_size)
         if strange.any():
@@ -156,12 +154,10 @@ class _Check:
         """Check that two runs have equal tokens, and equal drafts after equal tokens wherever both requested drafts."""
         for name, length in sorted(base.drafts.keys() & other.drafts.keys()):
             first, second = base.drafts[name, length], other.drafts[name, length]
-            known = min(len(first), len(second))
-            if first[:known] != second[:known]:
+            if any(one != two for one, two in zip(first, second, strict=False)):
                 self.note(letter, f"drafts differ {when}: {name!r} at {length} tokens: {first} and {second}")
         for name, text in other.texts.items():
-            known = min(len(text), len(base.texts[name]))
-            if text[:known] != base.texts[name][:known]:
+            if any(one != two for one, two in zip(text, base.texts[name], strict=False)):
                 self.note("T", f"the text differs {when}: {name!r}")
 
     def run(
@@ -178,9 +174,8 @@ class _Check:
         plain: also decode without drafts, to compare. reverse: reverse the order of requests. padded: pad steps, with
         NaN in the padding. asked: numbers of drafts that steps request, in turn.
         """
-        engine = self.engine(
-            self.target(), get_backend("torch", device="cpu", dtype=DTYPE, head_dim=HEAD_DIM), _LIMITS, _MOST_DRAFTS
-        )
+        backend = get_backend("torch", device="cpu", dtype=DTYPE, head_dim=HEAD_DIM)
+        engine = self.engine(self.target(), backend, _LIMITS, _MOST_DRAFTS)
         drafter = self.make(engine)
         k, self.name = drafter.num_speculative_tokens, type(drafter).__name__
         if not 1 <= k <= _MOST_DRAFTS:

@@ -7,7 +7,7 @@ Legend for shapes: T tokens, V vocabulary, W width.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
 
 import numpy as np
 import torch
@@ -102,12 +102,10 @@ def paged_caches(
 ) -> list[tuple[Tensor, Tensor]]:
     """Return (k_cache, v_cache) for each layer; block 0 is the null block, the others hold garbage."""
     shape = (num_blocks, block_size, NUM_KV_HEADS, HEAD_DIM)
-    made = []
-    for _ in range(num_layers):
-        k_cache, v_cache = (torch.full(shape, torch.nan, dtype=DTYPE, device=device) for _ in range(2))
-        k_cache[0] = v_cache[0] = 0
-        made.append((k_cache, v_cache))
-    return made
+    caches = [torch.full(shape, torch.nan, dtype=DTYPE, device=device) for _ in range(2 * num_layers)]
+    for cache in caches:
+        cache[0] = 0
+    return list(zip(caches[::2], caches[1::2], strict=True))
 
 
 @dataclass
@@ -255,21 +253,19 @@ class ToyEngine:
             num_valid.append(valid)
             emitted.append((new + [-1] * (k + 1))[: k + 1])
             start += len(ids)
-        rows: dict[str, Any] = {
-            "next_token": next_token,
-            "num_valid": num_valid,
-            "emitted": emitted,
-            "rows": [request.row for request in chosen],
-            "seeds": [request.seed for request in chosen],
-            "temperature": [request.temperature for request in chosen],
-        }
+        of_rows = partial(torch.tensor, device=self.device)
         return DraftContext(
             batch=state.batch,
             attention=state.attention,
             features=self.target.features(outputs, self.drafter.needs),
+            next_token=of_rows(next_token),
+            num_valid=of_rows(num_valid),
+            emitted=of_rows(emitted),
+            rows=of_rows([request.row for request in chosen]),
+            seeds=of_rows([request.seed for request in chosen]),
+            temperature=of_rows([request.temperature for request in chosen]),
             num_drafts=asked,
             key=self.key,
-            **{name: torch.tensor(values, device=self.device) for name, values in rows.items()},  # type: ignore[arg-type]
         )
 
     def draw(self, logits: Tensor, request: ToyRequest, index: int) -> int:
