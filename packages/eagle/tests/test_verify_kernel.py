@@ -17,10 +17,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bateleur.eagle import HashedVocab, Keys, Penalties, Role, SamplingMetadata, draw, gumbel, uniform
-from bateleur.eagle.draw import DRAW, SampledTokens
 from bateleur.eagle.rejection_sampler import COUPLED, verify
 from bateleur.eagle.rules import Coupled, Drafts, RejectionOutput, Rows
-from bateleur.eagle.sample import SAMPLE
+from bateleur.eagle.sample import DRAW, SAMPLE, SampledTokens
 
 triton = pytest.importorskip("triton", reason="triton is not installed")
 import triton.language as tl  # noqa: E402

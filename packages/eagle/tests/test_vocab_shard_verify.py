@@ -21,7 +21,7 @@ from bateleur.eagle import (
     VocabShard,
     verify,
 )
-from bateleur.eagle.log_normalizer import LogNormalizer, exact_sum
+from bateleur.eagle.vocab_shard import LogNormalizer, exact_sum
 from eagle_doubles.laws import NAN, metadata_of, normal
 from together import Together, at_once, parts_of
 

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from bateleur.eagle.draw import argmax, draw
 from bateleur.eagle.noise import Keys, Role
 from bateleur.eagle.rejection_sampler import draw_draft, verify
 from bateleur.eagle.rules import Coupled, DraftDistribution, Drafts, Logits, OneHot, Rows, Rule, apply_temperature
+from bateleur.eagle.sample import argmax, draw
 from eagle_doubles.expected import accepted_law
 
 _LEAST_EXPECTED = 5.0

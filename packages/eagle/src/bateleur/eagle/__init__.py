@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 from bateleur.eagle.adaptive import AdaptiveDrafts
 from bateleur.eagle.borrow import BorrowError, borrow_violations
 from bateleur.eagle.drafter import BoundedDrafter, DraftContext, Drafter, SamplingDrafter, TargetNeeds, distribution_of
-from bateleur.eagle.draw import SampledTokens, argmax, draw
 from bateleur.eagle.ngram import NGramDrafter
 from bateleur.eagle.noise import HashedVocab, Keys, Role, bits, gumbel, uniform
 from bateleur.eagle.policy import (
@@ -24,7 +23,7 @@ from bateleur.eagle.policy import (
 )
 from bateleur.eagle.rejection_sampler import draw_draft, verify
 from bateleur.eagle.rules import Coupled, DraftDistribution, Drafts, Logits, OneHot, RejectionOutput, Rows, Rule
-from bateleur.eagle.sample import sample
+from bateleur.eagle.sample import SampledTokens, argmax, draw, sample
 from bateleur.eagle.sampling_metadata import Penalties, SamplingMetadata
 from bateleur.eagle.stats import AcceptanceEstimates, AcceptStats
 from bateleur.eagle.vocab_shard import ShardCollectives, VocabShard

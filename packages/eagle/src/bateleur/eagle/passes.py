@@ -17,11 +17,11 @@ from torch import Tensor
 
 from bateleur.cudagraph import BatchExecutionDescriptor, CudaGraphMode, Execution, StagedBatch
 from bateleur.eagle.buffers import DraftBuffers, DraftCache
-from bateleur.eagle.draw import argmax
 from bateleur.eagle.geometry import stage_next
 from bateleur.eagle.heads.spec import Head, vocab_of
 from bateleur.eagle.rejection_sampler import draw_draft
 from bateleur.eagle.rules import Rule
+from bateleur.eagle.sample import argmax
 from bateleur.metadata import (
     AttentionBackend,
     AttentionMetadataBuilder,

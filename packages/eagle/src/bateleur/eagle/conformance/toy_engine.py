@@ -15,10 +15,10 @@ from torch import Tensor
 
 from bateleur.cudagraph import BatchExecutionDescriptor, Execution
 from bateleur.eagle.drafter import DraftContext, Drafter, TargetNeeds
-from bateleur.eagle.draw import draw
 from bateleur.eagle.heads.layers import DenseAttend
 from bateleur.eagle.heads.spec import Attend
 from bateleur.eagle.noise import Keys
+from bateleur.eagle.sample import draw
 from bateleur.metadata import (
     AttentionBackend,
     BatchLimits,

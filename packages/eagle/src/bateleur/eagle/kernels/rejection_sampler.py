@@ -14,11 +14,11 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra import libdevice
 
-from bateleur.eagle.draw import SampledTokens
 from bateleur.eagle.kernels.penalties import NATIVE, arguments, penalised, penalties_of
 from bateleur.eagle.kernels.truncation import truncation_thresholds
 from bateleur.eagle.noise import HashedVocab, Keys, Role, names
 from bateleur.eagle.rules import Drafts, RejectionOutput, Rows
+from bateleur.eagle.sample import SampledTokens
 from bateleur.eagle.sampling_metadata import Penalties, SamplingMetadata
 
 _BLOCK = 512  # for one warp, because reductions in a warp need no barrier

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from bateleur.eagle import VocabShard
-from bateleur.eagle.log_normalizer import LogNormalizer
+from bateleur.eagle.vocab_shard import LogNormalizer
 from bateleur.metadata import Fetch
 from bateleur.runner.models import HybridDecoder
 from bateleur.runner.requests.request import Request, RequestTable
