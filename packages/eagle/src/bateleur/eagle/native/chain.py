@@ -1,7 +1,6 @@
 """All draft passes of a proposal in one C call (`chain.c`), for EAGLE-3 heads with one layer in float32 on a CPU."""
 
 import ctypes
-from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
 from typing import ClassVar
@@ -20,7 +19,7 @@ from bateleur.metadata.native.structs import Struct, fields
 
 
 class _Matrix(Struct):
-    _fields_: ClassVar = fields("call weight bias", "rows columns")
+    _fields_: ClassVar = fields("address weight bias", "rows columns")
 
 
 class _Head(Struct):
@@ -67,7 +66,7 @@ class NativeChain:
             each.dtype != torch.float32 or not each.is_cpu or not each.is_contiguous() for each in tensors
         ):
             return False
-        return all(_in_c(each) is not None for each in _products(head).values())
+        return all(product is not None for product in _products(head).values())
 
     def propose(self, context: DraftContext) -> Tensor | None:
         """Return (R, K) int64 drafts, -1 for none; or None if `num_drafts` is 0 or C does not support the tensors."""
@@ -136,26 +135,23 @@ class NativeChain:
         return described
 
 
-def _products(head: Eagle3Head) -> Mapping[str, Callable[[Tensor], Tensor]]:
+def _products(head: Eagle3Head) -> dict[str, CProduct | None]:
     layer, fc = head.layers[0], {} if head.fc is None else {"fc": head.fc}
-    return fc | {
+    products = fc | {
         "qkv": layer.attention.qkv_proj,
         "o": layer.attention.o_proj,
         "up": layer.mlp.up_proj,
         "down": layer.mlp.down_proj,
         "output": head.vocabulary.output,
     }
+    return {name: getattr(product, "in_c", None) for name, product in products.items()}
 
 
-def _matrix(product: Callable[[Tensor], Tensor]) -> _Matrix:
-    found, matrix = _in_c(product), _Matrix()
-    assert found is not None
-    matrix.point(call=found.address, weight=found.weight, bias=found.bias, rows=found.rows, columns=found.columns)
+def _matrix(product: CProduct | None) -> _Matrix:
+    matrix = _Matrix()
+    assert product is not None
+    matrix.point(**{name: getattr(product, name) for name, _ in _Matrix._fields_})
     return matrix
-
-
-def _in_c(product: Callable[[Tensor], Tensor]) -> CProduct | None:
-    return getattr(product, "in_c", None)
 
 
 def _weight(norm: RMSNorm | None) -> Tensor | None:
