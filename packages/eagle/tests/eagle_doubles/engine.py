@@ -13,6 +13,7 @@ from bateleur.cudagraph import (
     BatchExecutionDescriptor,
     CudagraphDispatcher,
     CudaGraphManager,
+    Execution,
     GraphBackend,
     Phase,
     ReplayChecks,
@@ -107,6 +108,17 @@ class GraphEngine(ToyEngine):
             return BatchShape.of(num_reqs, num_tokens, longest)
         reqs, promised = key.num_reqs or num_reqs, key.max_query_len or longest
         return BatchShape(num_reqs, num_tokens, reqs, key.num_tokens, promised)
+
+    def _body(self, execution: Execution[ToyState]) -> tuple[Tensor, ...]:
+        batch = execution.state.batch
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            def run(state: ToyState, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+                return self._attend(state, layer, q, k, v)
+
+            return execution.eager(run, q, k, v)
+
+        return self.target.forward(batch.input_ids, batch.positions, attend)
 
     def _run(self, state: ToyState) -> tuple[Tensor, ...]:
         if self.key is None:

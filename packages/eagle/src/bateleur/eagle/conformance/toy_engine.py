@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bateleur.cudagraph import BatchExecutionDescriptor, Execution
+from bateleur.cudagraph import BatchExecutionDescriptor
 from bateleur.eagle.drafter import DraftContext, Drafter, TargetNeeds
 from bateleur.eagle.heads.layers import DenseAttend
 from bateleur.eagle.heads.spec import Attend
@@ -214,20 +214,13 @@ class ToyEngine:
         padded = -(-(num_tokens + 1) // unit) * unit
         return BatchShape(num_reqs, num_tokens, self.limits.max_num_reqs, padded, longest)
 
-    def _body(self, execution: Execution[ToyState]) -> tuple[Tensor, ...]:
-        batch = execution.state.batch
-
-        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            def run(state: ToyState, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-                assert state.attention is not None
-                return self.backend.attend(q, k, v, self.kv[layer], state.attention, HEAD_DIM**-0.5)
-
-            return execution.eager(run, q, k, v)
-
-        return self.target.forward(batch.input_ids, batch.positions, attend)
-
     def _run(self, state: ToyState) -> tuple[Tensor, ...]:
-        return self._body(Execution(None, state))
+        attend = partial(self._attend, state)
+        return self.target.forward(state.batch.input_ids, state.batch.positions, attend)
+
+    def _attend(self, state: ToyState, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        assert state.attention is not None
+        return self.backend.attend(q, k, v, self.kv[layer], state.attention, HEAD_DIM**-0.5)
 
     def _verify(
         self, chosen: list[ToyRequest], fed: list[list[int]], state: ToyState, outputs: tuple[Tensor, ...], asked: int
