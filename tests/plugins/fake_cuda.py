@@ -324,7 +324,7 @@ class _Blank(Weights):
     def __init__(self, dtype: torch.dtype, device: torch.device | str) -> None:
         super().__init__({}, dtype=dtype, device=device)
 
-    def _get(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
+    def take(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         return torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
 
 

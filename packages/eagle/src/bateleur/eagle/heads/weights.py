@@ -46,9 +46,27 @@ class Weights:
         """Whether the checkpoint has the tensor."""
         return name in self._tensors
 
-    def take(self, name: str, *shape: int) -> Tensor:
-        """Return the tensor of this name, which must have this shape."""
-        return self._get(name, shape)
+    def take(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        """Return the tensor of this name, which must have this shape.
+
+        dtype: integer dtype of the result, which is then on the CPU; None for a tensor of floats.
+        """
+        self._taken.add(name)
+        spelled, tensor = self._stored_name(name), self._tensors.get(name)
+        if tensor is None:
+            self._problems["missing weights"].append(f"{spelled} {shape}")
+        elif dtype is None and tensor.dtype not in _FLOATS:
+            floats = ", ".join(str(each) for each in _FLOATS)
+            self._problems["unexpected dtypes"].append(f"{spelled} is {tensor.dtype} and must be one of {floats}")
+        elif tuple(tensor.shape) != shape:
+            self._problems["unexpected shapes"].append(f"{spelled} is {tuple(tensor.shape)} and must be {shape}")
+        else:
+            # A copy: memory of a mapped file may be unaligned, and may change.
+            device = "cpu" if dtype else self.device
+            copied = tensor.to(device=device, dtype=dtype or self.dtype, copy=True).contiguous()
+            self.own[spelled] = copied.numel(), copied.nbytes
+            return copied
+        return torch.empty(shape, dtype=dtype or self.dtype, device="meta")
 
     def product(
         self, names: Sequence[str], rows: Sequence[int], columns: int, *, bias: bool = False
@@ -61,7 +79,7 @@ class Weights:
         """Return a tensor of integers of this shape, as int64 on the CPU."""
         if name in self._tensors and self._tensors[name].dtype not in _WHOLE:
             raise ValueError(f"{self._stored_name(name)} is {self._tensors[name].dtype}; it must hold whole numbers")
-        return self._get(name, shape, torch.int64)
+        return self.take(name, *shape, dtype=torch.int64)
 
     def check(self, ignorable: Callable[[str], bool]) -> tuple[str, ...]:
         """Raise for missing tensors, wrong shapes or dtypes, and unused tensors for whose name `ignorable` is False.
@@ -80,25 +98,7 @@ class Weights:
         return tuple(self._stored_name(name) for name in rest)
 
     def _stacked(self, names: Sequence[str], rows: Sequence[int], *columns: int) -> Tensor:
-        parts = [self._get(name, (n, *columns)) for name, n in zip(names, rows, strict=True)]
+        parts = [self.take(name, n, *columns) for name, n in zip(names, rows, strict=True)]
         if any(shard.is_meta for shard in parts):
             return torch.empty(sum(rows), *columns, dtype=self.dtype, device="meta")
         return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-    def _get(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
-        self._taken.add(name)
-        spelled, tensor = self._stored_name(name), self._tensors.get(name)
-        if tensor is None:
-            self._problems["missing weights"].append(f"{spelled} {shape}")
-        elif dtype is None and tensor.dtype not in _FLOATS:
-            floats = ", ".join(str(each) for each in _FLOATS)
-            self._problems["unexpected dtypes"].append(f"{spelled} is {tensor.dtype} and must be one of {floats}")
-        elif tuple(tensor.shape) != shape:
-            self._problems["unexpected shapes"].append(f"{spelled} is {tuple(tensor.shape)} and must be {shape}")
-        else:
-            # A copy: memory of a mapped file may be unaligned, and may change.
-            device = "cpu" if dtype else self.device
-            copied = tensor.to(device=device, dtype=dtype or self.dtype, copy=True).contiguous()
-            self.own[spelled] = copied.numel(), copied.nbytes
-            return copied
-        return torch.empty(shape, dtype=dtype or self.dtype, device="meta")
