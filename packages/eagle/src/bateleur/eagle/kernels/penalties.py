@@ -54,8 +54,7 @@ def arguments(penalties: Penalties | None, unused: Tensor) -> tuple[list[Any], i
     if penalties is None:
         return [unused] * 5 + [0], 0
     before = penalties.before
-    drafted = before is not None and before.shape[1] > 0
     tables = [penalties.values, penalties.owners, penalties.counts, penalties.prompts]
-    if before is None or not drafted:
+    if before is None or not before.shape[1]:
         return [*tables, unused, 0], 1
     return [*tables, before.contiguous(), before.shape[1]], 2
