@@ -131,7 +131,7 @@ CLAIMS = (
         0.8,
         lambda found: iter([("batch 1", found["ratio"])]),
     ),
-    # The demo model is so small that looking for the better choice, and a head that sleeps, take up to a fifth of a run.
+    # The demo model is small: trials of the other choice, and a head that sleeps, take up to a fifth of a run.
     Claim("speculative-cpu", "drafts beside none, T 0", True, 0.8, drafts(None, 0.0)),
     Claim("speculative-cpu", "drafts beside none, T 0.8", True, 0.8, drafts(None, 0.8)),
     Claim("speculative-cpu", "one greedy stream with drafts", True, 1.4, drafts(1, 0.0)),
