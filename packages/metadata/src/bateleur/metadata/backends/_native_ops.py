@@ -1,7 +1,6 @@
 """C implementations of the paged-attention operators for CPU tensors. Shapes and strides are checked here."""
 
-from collections.abc import Mapping
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import torch
@@ -14,6 +13,11 @@ _SUFFIX = {torch.float32: "float", torch.bfloat16: "bf16"}
 _CACHES = {**_SUFFIX, torch.float8_e4m3fn: "fp8"}
 _KINDS = {dtype: kind for kind, dtype in enumerate(_CACHES)}
 """Numbers of the dtypes of caches, as in attention.c."""
+_SIGNATURES = (
+    *((f"write_{suffix}", "=" + "p" * 9 + "l" * 11) for suffix in _SUFFIX.values()),
+    *((f"attend_{suffix}", "=" + "p" * 9 + "l" * 12 + "fi") for suffix in _CACHES.values()),
+)
+_kernels = cache(partial(native.kernels, Path(native.__file__).parent / "attention.c", _SIGNATURES))
 
 
 def write_kv(
@@ -97,10 +101,3 @@ def _dense(*tensors: Tensor) -> bool:
 
 def _pointers(*tensors: Tensor | None) -> list[int]:
     return [0 if each is None else each.data_ptr() for each in tensors]
-
-
-@cache
-def _kernels() -> Mapping[str, native.Kernel]:
-    writes = [(f"write_{suffix}", "=" + "p" * 9 + "l" * 11) for suffix in _SUFFIX.values()]
-    attends = [(f"attend_{suffix}", "=" + "p" * 9 + "l" * 12 + "fi") for suffix in _CACHES.values()]
-    return native.kernels(Path(native.__file__).parent / "attention.c", (*writes, *attends))

@@ -1,6 +1,6 @@
 """C forms of the causal convolution; decodes and prefills give the same bits. See `conv.c`."""
 
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import torch
@@ -8,7 +8,7 @@ from torch import Tensor
 
 from bateleur.mamba.ops.native import chunks_are_independent, contiguous, index_error, is_indexed, pointers, takes
 from bateleur.metadata.dispatch import UNSUPPORTED, Unsupported
-from bateleur.metadata.native import Kernel, kernels
+from bateleur.metadata.native import kernels
 
 MOST_TAPS = 8
 """Maximum number of taps."""
@@ -17,6 +17,7 @@ _SIGNATURES = (
     ("conv", "=" + "plpppll" + "pppp" + "p" + "llll" + "iii"),
     ("conv_prompts", "=" + "plpppl" + "pl" + "ppppp" + "p" + "llll" + "iii"),
 )
+_kernels = cache(partial(kernels, Path(__file__).parent / "conv.c", _SIGNATURES))
 
 
 def fits(x: Tensor, weight: Tensor, windows: Tensor, entries: int) -> bool:
@@ -84,8 +85,3 @@ def causal_conv1d_varlen(
     if wrong:
         raise IndexError(f"chunk_start_loc: chunk {wrong - 1} has tokens outside of [0, {tokens - 1}]")
     return y
-
-
-@cache
-def _kernels() -> dict[str, Kernel]:
-    return dict(kernels(Path(__file__).parent / "conv.c", _SIGNATURES))

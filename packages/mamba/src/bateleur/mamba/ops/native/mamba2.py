@@ -1,6 +1,6 @@
 """C forms of decodes, prefills and the gated norm of Mamba-2. See `mamba2.c`."""
 
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +18,14 @@ from bateleur.mamba.ops.native import (
     takes,
 )
 from bateleur.metadata.dispatch import UNSUPPORTED, Unsupported
-from bateleur.metadata.native import Kernel, kernels
+from bateleur.metadata.native import kernels
 
 _SIGNATURES = (
     ("update", "=" + "pllplplpplplpp" + "pppl" + "p" + "llllll" + "ffii"),
     ("scan", "plplplpplplpp" + "pppp" + "p" + "llllll" + "ffii"),
     ("gated_norm", "plplpp" + "llll" + "fiiii"),
 )
+_kernels = cache(partial(kernels, Path(__file__).parent / "mamba2.c", _SIGNATURES))
 
 
 def takes_layer(
@@ -118,8 +119,3 @@ def gated_rms_norm(
         x.dtype is torch.float32, torch.get_num_threads(),
     )  # fmt: skip
     return y
-
-
-@cache
-def _kernels() -> dict[str, Kernel]:
-    return dict(kernels(Path(__file__).parent / "mamba2.c", _SIGNATURES))

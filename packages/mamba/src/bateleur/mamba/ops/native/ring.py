@@ -6,7 +6,7 @@ single tokens (`mamba2.c`), wherever a ring starts.
 
 import ctypes
 import math
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import ClassVar
 
@@ -16,7 +16,7 @@ from torch import Tensor
 from bateleur.mamba.ops.native import MOST_TOKENS, contiguous, fits, is_indexed, pointers, takes
 from bateleur.mamba.ops.native.mamba2 import inputs_of, sizes_of, takes_layer
 from bateleur.metadata.dispatch import UNSUPPORTED, Unsupported
-from bateleur.metadata.native import Kernel, kernels
+from bateleur.metadata.native import kernels
 from bateleur.metadata.native.structs import Struct, fields
 
 _MOST_ENTRIES = 64
@@ -25,6 +25,7 @@ _SIGNATURES = (
     ("replay", "=" + "pll" + "pppll" + "plplpplplpp" + "ppppp" + "p" + "llllll" + "ffii"),
     ("fold", "=" + "p" + "pppppp" + "li"),
 )
+_kernels = cache(partial(kernels, Path(__file__).parent / "ring.c", _SIGNATURES))
 
 
 def _takes_ring(ssm_state: Tensor, ring_x: Tensor, ring_dt: Tensor, ring_B: Tensor) -> bool:
@@ -119,8 +120,3 @@ def fold_ring(
             f"outside of [0, {ring_rows - 1}], or more ring entries than {capacity}"
         )
     return UNSUPPORTED if wrong else None
-
-
-@cache
-def _kernels() -> dict[str, Kernel]:
-    return dict(kernels(Path(__file__).parent / "ring.c", _SIGNATURES))
