@@ -1,6 +1,7 @@
 """`Execution`: the argument of a captured function: the state of one step, and `eager` to leave the graph."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Concatenate, Generic, TypeAlias, TypeVar
 
 from torch import Tensor
@@ -12,6 +13,7 @@ S = TypeVar("S")
 T = TypeVar("T")
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Execution(Generic[S]):
     """The argument of a body, the function that is captured: one run of the forward pass.
 
@@ -19,12 +21,9 @@ class Execution(Generic[S]):
     ``eager_call(fn, tensors)``: calls `fn(state, *tensors)` between two pieces of a piecewise capture.
     """
 
-    __slots__ = ("_eager_call", "key", "state")
-
-    def __init__(
-        self, key: BatchExecutionDescriptor | None, state: S, eager_call: Callable[..., Tensor] | None = None
-    ) -> None:
-        self.key, self.state, self._eager_call = key, state, eager_call
+    key: BatchExecutionDescriptor | None
+    state: S
+    eager_call: Callable[..., Tensor] | None = None
 
     def eager(self, fn: Callable[Concatenate[S, ...], Tensor], *tensors: Tensor) -> Tensor:
         """Return `fn(state, *tensors)`. In a piecewise graph, `fn` runs eagerly between two pieces on every replay.
@@ -34,7 +33,7 @@ class Execution(Generic[S]):
         argument, because later pieces reuse the memory. Work on another stream must be joined before it returns. Shape,
         strides and dtype of its result must be the same for every batch of a key.
         """
-        return fn(self.state, *tensors) if self._eager_call is None else self._eager_call(fn, tensors)
+        return fn(self.state, *tensors) if self.eager_call is None else self.eager_call(fn, tensors)
 
 
 Body: TypeAlias = Callable[[Execution[S]], T]
