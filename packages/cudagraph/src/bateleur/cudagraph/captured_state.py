@@ -138,11 +138,8 @@ def _difference(key: BatchExecutionDescriptor, other: BatchExecutionDescriptor) 
     return ", ".join(f"{name} {theirs} instead of {ours}" for name, ours, theirs in pairs if ours != theirs)
 
 
-def check_addresses(captured: CapturedState[S], staged: StagedBatch[S] | None = None) -> None:
-    """Raise `AddressMoved` if a buffer of the producer moved or no longer exists. New buffers are allowed.
-
-    ``staged`` is not read; every check of a replay takes it.
-    """
+def check_addresses(captured: CapturedState[S]) -> None:
+    """Raise `AddressMoved` if a buffer of the producer moved or no longer exists. New buffers are allowed."""
     now = captured.producer.addresses()
     for name, address in captured.addresses.items():
         found = now.get(name)

@@ -54,7 +54,7 @@ class CudaGraphManager(Generic[S, T]):
         self._poison = checks >= ReplayChecks.PARANOID
         levels = (
             (ReplayChecks.CHEAP, check_staged),
-            (ReplayChecks.ADDRESSES, check_addresses),
+            (ReplayChecks.ADDRESSES, lambda captured, _: check_addresses(captured)),
             (ReplayChecks.ADDRESSES, lambda captured, _: captured.graph.check_externals()),
             (ReplayChecks.PARANOID, check_tensors),
             (ReplayChecks.PARANOID, self._poison_outputs),
