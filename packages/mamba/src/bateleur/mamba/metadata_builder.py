@@ -269,5 +269,4 @@ class _Buffers:
         self.request_row = torch.zeros(num_reqs, dtype=torch.int64, device=device)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return all buffers by name."""
         return self.plan.tensors() | {"request_row": self.request_row}

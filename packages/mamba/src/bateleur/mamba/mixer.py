@@ -55,7 +55,6 @@ class Mixer:
     """One tensor for each of the recurrence's `parameters`, in their order."""
 
     def __post_init__(self) -> None:
-        """Validate the shapes of the parameters."""
         spec = self.spec
         names = [each.name for each in spec.parameters]
         if len(self.params) != len(names):

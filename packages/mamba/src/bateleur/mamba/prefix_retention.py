@@ -30,7 +30,6 @@ class PrefixRetention:
     """Keep the boundaries at 1, 2, 4, 8, ... blocks, so that a hit covers more than half of a shared prefix."""
 
     def __post_init__(self) -> None:
-        """Validate the fields."""
         if self.block_size < 1:
             raise ValueError(f"block_size is {self.block_size}; it must be at least 1")
         if self.every < 0 or self.every % self.block_size:

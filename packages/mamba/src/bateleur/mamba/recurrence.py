@@ -94,7 +94,6 @@ class Recurrence(ABC):
     policy: StatePolicy = StatePolicy.SLOTS
 
     def __post_init__(self) -> None:
-        """Validate the fields; raises ValueError."""
         at_least("conv_width", self.conv_width, 2)
         at_least("num_speculative_tokens", self.num_speculative_tokens, 0)
         for name, dtype in {"conv_dtype": self.conv_dtype, "ssm_dtype": self.ssm_dtype}.items():

@@ -66,7 +66,6 @@ class CacheLayout:
     """Steps that the scheduler plans before the results of earlier steps are known: 0, or 1 for async scheduling."""
 
     def __post_init__(self) -> None:
-        """Validate the fields; raises ValueError."""
         for name in ("max_model_len", "block_size", "ring_capacity"):
             at_least(name, getattr(self, name), 1)
         for name in ("num_speculative_tokens", "steps_ahead"):

@@ -170,7 +170,6 @@ class GatedDelta(DeltaRule):
     """Use beta = 2 sigmoid(b), so that a state can change its sign along a key. Source: arXiv 2411.12537."""
 
     def __post_init__(self) -> None:
-        """Validate the fields."""
         for name in ("num_key_heads", "num_value_heads", "key_dim", "value_dim"):
             at_least(name, getattr(self, name), 1)
         if self.num_value_heads % self.num_key_heads:
@@ -208,7 +207,6 @@ class KimiDelta(DeltaRule):
     """Dv: channels of a value."""
 
     def __post_init__(self) -> None:
-        """Validate the fields."""
         for name in ("num_heads", "key_dim", "value_dim"):
             at_least(name, getattr(self, name), 1)
         Recurrence.__post_init__(self)

@@ -36,7 +36,6 @@ class Mamba2(Recurrence):
     dt_max: float = math.inf
 
     def __post_init__(self) -> None:
-        """Validate the fields; raises ValueError."""
         for name in ("num_heads", "head_dim", "state_size", "num_groups"):
             at_least(name, getattr(self, name), 1)
         if self.num_heads % self.num_groups:

@@ -22,7 +22,6 @@ class ShortConv(Recurrence):
     """C: channels of the convolution."""
 
     def __post_init__(self) -> None:
-        """Validate the fields; raises ValueError."""
         at_least("channels", self.channels, 1)
         Recurrence.__post_init__(self)
 
