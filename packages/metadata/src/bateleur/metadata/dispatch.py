@@ -34,6 +34,12 @@ def cdiv(x: int, y: int) -> int:
 
 
 @cache
+def next_power_of_2(size: int) -> int:
+    """Return the least power of two that is at least `size` >= 1. Triton's function takes five calls in each launch."""
+    return 1 << (size - 1).bit_length()
+
+
+@cache
 def load(path: str) -> Any:
     """Import and return the object at "module:name"."""
     module, _, name = path.partition(":")

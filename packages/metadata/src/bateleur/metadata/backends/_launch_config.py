@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bateleur.metadata.dispatch import cdiv
+from bateleur.metadata.dispatch import cdiv, next_power_of_2
 
 MAX_SHORT_QUERY_LEN = 16
 """Rows of up to this many tokens use small tiles, if other rows of the batch may be longer."""
@@ -94,10 +94,6 @@ def min_split_keys(block_m: int) -> int:
     return max(256, 4 * block_m)
 
 
-def power_of_two(size: int) -> int:
-    return 1 << max(size - 1, 0).bit_length()
-
-
 def tile_options(
     tile_rows: int,
     head_dim: int,
@@ -117,10 +113,10 @@ def tile_options(
     take twice as many keys in an iteration, which rescales the sums half as often; larger ones would spill registers.
     Short queries keep the N of a decode, so that a draft adds its keys in the same order as a decoded token.
     """
-    block_d = max(16, power_of_two(head_dim))
+    block_d = max(16, next_power_of_2(head_dim))
     full = dtype == torch.float32
     most = 32 if full else 64 if head_dim > 128 and shared_bytes < 112 << 10 else 128
-    block_m = min(max(16, power_of_two(tile_rows)), most)
+    block_m = min(max(16, next_power_of_2(tile_rows)), most)
     wide = long_queries and block_d <= 128 and not converts and shared_bytes >= 200 << 10
     keys = 16384 if wide else 8192  # times block_d
     stages = 2 if full or (converts and block_d > 128) else 3
@@ -140,7 +136,7 @@ def join_options(block_m: int, head_dim: int) -> dict[str, Any]:
     16 bytes at once. A tile of a decode has a few lines and up to some dozen splits, a tile of a prompt 128 lines and
     a few splits.
     """
-    block_d = max(16, power_of_two(head_dim))
+    block_d = max(16, next_power_of_2(head_dim))
     block_l, lanes = (1, 2048) if block_m <= 32 else (8, 4096)  # float32 lanes at once
     return {
         "BLOCK_L": block_l,

@@ -16,14 +16,13 @@ from bateleur.mamba.ops.triton.tiles import (
     INDICES,
     LAUNCH,
     load_tile,
-    next_power_of_2,
     require_dense,
     silu,
     store_tile,
     unless_null,
     zero_tail,
 )
-from bateleur.metadata.dispatch import cdiv
+from bateleur.metadata.dispatch import cdiv, next_power_of_2
 
 _BLOCK_T, _BLOCK_C = 16, 128  # tile of tokens and channels of prefills
 

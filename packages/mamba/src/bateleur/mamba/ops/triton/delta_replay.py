@@ -20,16 +20,8 @@ import triton
 import triton.language as tl
 
 from bateleur.mamba.ops.triton.delta_rule import shape_options, to_unit
-from bateleur.mamba.ops.triton.tiles import (
-    LAUNCH,
-    next_power_of_2,
-    require_dense,
-    sigmoid,
-    softplus,
-    unless_null,
-    zero_tail,
-)
-from bateleur.metadata.dispatch import cdiv
+from bateleur.mamba.ops.triton.tiles import LAUNCH, require_dense, sigmoid, softplus, unless_null, zero_tail
+from bateleur.metadata.dispatch import cdiv, next_power_of_2
 
 _LINE = 32  # key channels
 _TILE_ENTRIES = 4096  # of a state, for one token a row: 128 registers of a thread, all loads in flight at once

@@ -22,7 +22,6 @@ from bateleur.mamba.ops.triton.tiles import (
     fold_options,
     keep_window,
     load_tile,
-    next_power_of_2,
     next_row,
     require_dense,
     rounded,
@@ -35,7 +34,7 @@ from bateleur.mamba.ops.triton.tiles import (
     unless_null,
     zero_tail,
 )
-from bateleur.metadata.dispatch import cdiv
+from bateleur.metadata.dispatch import cdiv, next_power_of_2
 
 _UPDATE_ENTRIES = 2048  # of a state, per program: four loads of 16 bytes per thread in float32
 _FOLD_ENTRIES = 8192  # of a state; half of it for float32, which has no tensor cores and would spill registers

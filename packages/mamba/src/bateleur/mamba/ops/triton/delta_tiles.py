@@ -22,16 +22,8 @@ import triton.language as tl
 from torch import Tensor
 
 from bateleur.mamba.ops.triton.delta_rule import zero_tokens
-from bateleur.mamba.ops.triton.tiles import (
-    INDICES,
-    LAUNCH,
-    load_tile,
-    next_power_of_2,
-    state_tile,
-    store_tile,
-    unless_null,
-)
-from bateleur.metadata.dispatch import cdiv
+from bateleur.mamba.ops.triton.tiles import INDICES, LAUNCH, load_tile, state_tile, store_tile, unless_null
+from bateleur.metadata.dispatch import cdiv, next_power_of_2
 
 TILE = 64
 """Tokens of a tile: the minimum for which all four tensor cores of a multiprocessor share one product."""

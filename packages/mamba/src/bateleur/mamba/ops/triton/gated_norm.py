@@ -5,7 +5,8 @@ import triton
 import triton.language as tl
 
 from bateleur.mamba.ops.gated_norm import require_gate
-from bateleur.mamba.ops.triton.tiles import LAUNCH, next_power_of_2, require_dense, silu
+from bateleur.mamba.ops.triton.tiles import LAUNCH, require_dense, silu
+from bateleur.metadata.dispatch import next_power_of_2
 
 
 @triton.jit

@@ -17,7 +17,6 @@ from bateleur.mamba.ops.triton.tiles import (
     INDICES,
     LAUNCH,
     load_tile,
-    next_power_of_2,
     precision,
     require_dense,
     state_tile,
@@ -25,7 +24,7 @@ from bateleur.mamba.ops.triton.tiles import (
     store_tile,
     unless_null,
 )
-from bateleur.metadata.dispatch import cdiv
+from bateleur.metadata.dispatch import cdiv, next_power_of_2
 
 
 @triton.jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=INDICES)

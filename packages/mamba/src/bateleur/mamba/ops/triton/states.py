@@ -11,7 +11,6 @@ from bateleur.mamba.ops.triton.tiles import (
     LAUNCH,
     keep_window,
     load_tile,
-    next_power_of_2,
     next_row,
     require_dense,
     row_shares,
@@ -19,7 +18,7 @@ from bateleur.mamba.ops.triton.tiles import (
     store_tile,
     unless_null,
 )
-from bateleur.metadata.dispatch import cdiv
+from bateleur.metadata.dispatch import cdiv, next_power_of_2
 
 _MOST_PROGRAMS = 32  # per row, for the SSM state
 

@@ -8,6 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from bateleur.metadata.dispatch import next_power_of_2
+
 INDICES = (
     "chunk_row_ptr",
     "chunk_starts_ptr",
@@ -23,12 +25,6 @@ kernels in the middle of a step."""
 
 LAUNCH = {"num_warps": 4, "enable_fp_fusion": True}
 """Default launch options."""
-
-
-@cache
-def next_power_of_2(size: int) -> int:
-    """Return the least power of two that is at least `size` >= 1. Triton's function takes five calls in each launch."""
-    return 1 << (size - 1).bit_length()
 
 
 @triton.jit
