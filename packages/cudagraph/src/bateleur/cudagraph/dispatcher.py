@@ -38,20 +38,8 @@ class DispatchReason(StrEnum):
 _GRAPH_KINDS = (DispatchReason.DECODE, DispatchReason.MIXED, DispatchReason.PIECEWISE)
 """Kinds of graphs, the preferred one first."""
 
-NUM_CONSTRAINTS_MET = {
-    reason: index
-    for index, reason in enumerate(
-        (
-            DispatchReason.NO_GRAPHS,
-            DispatchReason.HAS_PREFILL,
-            DispatchReason.VARIANT,
-            DispatchReason.QUERY_LEN,
-            DispatchReason.NUM_REQS,
-            DispatchReason.NUM_TOKENS,
-            DispatchReason.NOT_CAPTURED,
-        )
-    )
-}
+_CONSTRAINTS = [reason for reason in DispatchReason if reason not in (*_GRAPH_KINDS, DispatchReason.IDLE)]
+NUM_CONSTRAINTS_MET: dict[DispatchReason, int] = {reason: index for index, reason in enumerate(_CONSTRAINTS)}
 """Number of constraints that an eager batch met before the violated one. The graph with the most is the nearest."""
 
 
