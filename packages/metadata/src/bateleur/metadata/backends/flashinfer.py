@@ -93,11 +93,6 @@ class PlanCache:
         self._wrappers: dict[PlanConfig, PlannedWrapper] = {}
         self._workspaces: dict[torch.device, Tensor] = {}
 
-    def plan_for_graphs(self, meta: FlashInferMetadata, shape: GraphShape) -> None:
-        """Plan all wrappers for graphs of a shape. There are none before its warm-up."""
-        for wrapper in self.shapes[shape]:
-            wrapper.plan_for(meta, 0, shape.rows)
-
     def wrapper(self, config: PlanConfig, meta: FlashInferMetadata) -> PlannedWrapper | None:
         """Return the wrapper of ``config``; None if it is for graphs and ``meta`` comes before their capture."""
         if config not in self._wrappers:
@@ -242,7 +237,8 @@ class FlashInferBuilder(PagedAttentionBuilder):
             for_capture=for_capture,
         )
         if shape is not None:
-            self._plans.plan_for_graphs(meta, shape)
+            for wrapper in self._plans.shapes[shape]:  # none before the warm-up
+                wrapper.plan_for(meta, 0, shape.rows)
         return meta
 
     def signature(self, meta: PagedAttentionMetadata) -> Signature:
