@@ -14,8 +14,7 @@ from bateleur.eagle.heads.eagle import Eagle3Head
 from bateleur.eagle.heads.layers import RMSNorm
 from bateleur.eagle.heads.spec import CProduct, vocab_of
 from bateleur.eagle.rules import Rule
-from bateleur.metadata.native import Kernel, kernels, unavailable_reason
-from bateleur.metadata.native.structs import Struct, fields
+from bateleur.metadata.native import Kernel, Struct, fields, kernels, unavailable_reason
 
 
 class _Matrix(Struct):

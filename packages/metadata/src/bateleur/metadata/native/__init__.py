@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 _HEADERS = Path(__file__).parent
 _FLAGS = ("-x", "c", "-std=gnu11", "-O3", "-march=native", "-fno-math-errno", "-shared", "-fPIC", "-fopenmp")
@@ -36,6 +37,22 @@ Kernel = Callable[..., Any]
 def entry(kernel: Any) -> int:
     """Return the address of a C function, for calls from C."""
     return ctypes.cast(kernel, ctypes.c_void_p).value or 0
+
+
+class Struct(ctypes.Structure):
+    """Argument of a C kernel: a struct of pointers and int64 numbers. The caller must keep the tensors alive."""
+
+    def point(self, **values: Tensor | int | None) -> None:
+        """Set fields by name. A tensor sets its data pointer, None sets NULL."""
+        for name, value in values.items():
+            assert hasattr(type(self), name), f"{type(self).__name__} has no field {name}"
+            setattr(self, name, value.data_ptr() if isinstance(value, Tensor) else value)
+
+
+def fields(addresses: str, numbers: str) -> list[tuple[str, Any]]:
+    """Return the ctypes fields of a :class:`Struct`: pointers, then int64; the names are separated by spaces."""
+    pointers = [(name, ctypes.c_void_p) for name in addresses.split()]
+    return [*pointers, *((name, ctypes.c_int64) for name in numbers.split())]
 
 
 class NoCompiler(RuntimeError):

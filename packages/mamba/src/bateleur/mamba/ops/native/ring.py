@@ -16,8 +16,7 @@ from torch import Tensor
 from bateleur.mamba.ops.native import MOST_TOKENS, contiguous, fits, is_indexed, pointers, takes
 from bateleur.mamba.ops.native.mamba2 import inputs_of, sizes_of, takes_layer
 from bateleur.metadata.dispatch import UNSUPPORTED, Unsupported
-from bateleur.metadata.native import kernels
-from bateleur.metadata.native.structs import Struct, fields
+from bateleur.metadata.native import Struct, fields, kernels
 
 _MOST_ENTRIES = 64
 """Maximum capacity of a ring."""
