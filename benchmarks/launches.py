@@ -28,17 +28,13 @@ sys.path.append(str(Path(__file__).parents[1] / "tools"))
 from performance.published import MODELS, NARROW, SHOWN
 
 from bateleur.metadata.backends.paged import TritonBackend
-from bateleur.metadata.dispatch import Implementations
 from bateleur.runner import LLM, SamplingParams
 from bateleur.runner.models import HybridDecoder
 from bateleur.runner.models.matrix import Projection
-from bateleur.runner.models.operators import FORMS
 
 
 def as_on_cuda() -> None:
     """Make this process use the fused operators of CUDA."""
-    for name in FORMS:
-        FORMS[name] = Implementations(getattr(torch.ops.bateleur, name).default)
     TritonBackend.unsupported_reason = lambda *_, **how: None  # type: ignore[method-assign]
     Projection.pack = lambda self, **how: None  # type: ignore[method-assign]
 

@@ -106,11 +106,9 @@ def by_triton(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], Counter[
         for name, kernel in operators.items():
             library.impl(name, counted(name, kernel), "CPU", allow_override=True)
         # A CPU calls these without the dispatcher.
-        for name, forms in FORMS.items():
+        for name, forms in (FORMS | LAYERS).items():
             monkeypatch.setattr(forms, "torch", counted(name, operators[name]))
             monkeypatch.setattr(forms, "native", None)
-        for name in LAYERS:
-            monkeypatch.setitem(LAYERS, name, Implementations(counted(name, operators[name])))
         monkeypatch.setattr(TritonBackend, "unsupported_reason", lambda *_, **__: None)
 
         for name in PLANNERS:

@@ -17,7 +17,6 @@ from bateleur.cudagraph import Phase, manager
 from bateleur.mamba.ops import FORMS as MAMBA
 from bateleur.metadata.backends import _torch_ops
 from bateleur.metadata.backends.paged import TritonBackend
-from bateleur.metadata.dispatch import Implementations
 from bateleur.runner import LLM, SamplingParams
 from bateleur.runner.models.operators import FORMS
 
@@ -94,7 +93,8 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Iterator[Seen]:
     for name, form in (forms | {"rotate_and_write_kv": _torch_ops.rotate_and_write_kv}).items():
         library.impl(name, found.noting(name, form), "CPU", allow_override=True)
         if name in FORMS:
-            monkeypatch.setitem(FORMS, name, Implementations(getattr(torch.ops.bateleur, name).default))
+            monkeypatch.setattr(FORMS[name], "torch", getattr(torch.ops.bateleur, name).default)
+            monkeypatch.setattr(FORMS[name], "native", None)
 
     def noting(producer: Any, key: Any, phase: Phase, **options: Any) -> Any:
         found.now = found.captured if phase is Phase.CAPTURE else found.warm

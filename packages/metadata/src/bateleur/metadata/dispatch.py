@@ -1,4 +1,4 @@
-"""Selects the implementation of an operator or planner by device. Used by metadata, mamba, eagle and runner.
+"""Defines operators, and selects implementations by device. Used by metadata, mamba, eagle and runner.
 
 torch: vectorised, on every device. native: C, on a CPU with a compiler, for supported arguments. triton: on CUDA;
 imported at the first call, so that importing a package does not import Triton.
@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache, partial, wraps
 from importlib import import_module
-from typing import Any, Generic, TypeVar, cast
+from inspect import signature
+from typing import Any, Generic, TypeAlias, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -18,6 +19,9 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 from bateleur.metadata import native
 
 F = TypeVar("F", bound=Callable[..., Any])
+Fake: TypeAlias = Callable[..., Any] | str | None
+"""Implementation of an operator for fake tensors, or the name of the argument that has the shape and dtype of the
+result; None for no result."""
 
 
 class Unsupported:
@@ -73,21 +77,60 @@ def define_op(
     forms: Implementations[Any],
     *,
     mutates: Iterable[str],
-    fake: Callable[..., Any],
+    fake: Fake,
     name: str | None = None,
 ) -> F:
     """Define the operator ``torch.ops.<library>.<name>`` with the signature of ``like`` and return it.
 
-    mutates: names of the arguments that it writes to. fake: implementation for fake tensors. name: by default the
-    name of ``like``. On CUDA, float64 uses the torch implementation, because Triton kernels compute in float32.
+    mutates: names of the arguments that it writes to. name: by default the name of ``like``. On CUDA, float64 uses the
+    torch implementation, because Triton kernels compute in float32.
     """
     name = name or like.__name__
     schema = infer_schema(like, mutates_args=tuple(mutates)).replace("SymInt", "int")
     library.define(name + schema)
     library.impl(name, partial(run_on_cpu, forms), "CPU")
     library.impl(name, forms.torch if forms.triton is None else partial(_on_cuda, forms), "CUDA")
-    register_fake(f"{library.ns}::{name}", fake, lib=library)
+    register_fake(f"{library.ns}::{name}", fake if callable(fake) else _result_like(fake, like), lib=library)
     return cast(F, getattr(getattr(torch.ops, library.ns), name).default)
+
+
+def _result_like(argument: str | None, form: Callable[..., Any]) -> Callable[..., Tensor | None]:
+    position = None if argument is None else list(signature(form).parameters).index(argument)
+
+    def fake(*args: Any) -> Tensor | None:
+        return None if position is None else args[position].new_empty(args[position].shape)
+
+    return fake
+
+
+class OperatorRegistry:
+    """Defines the operators of a package under ``torch.ops.bateleur``. ``forms``: their implementations by name.
+
+    triton, native: packages whose modules have the Triton and the C implementations.
+    """
+
+    def __init__(self, triton: str, native: str) -> None:
+        self.forms: dict[str, Implementations[Any]] = {}
+        self._triton, self._native = triton, native
+        self._library = Library("bateleur", "FRAGMENT")  # owns the definitions; deleting it would delete the operators
+
+    def operator(
+        self, triton: str, fake: Fake = None, *, mutates: Iterable[str] = (), native: str | None = None
+    ) -> Callable[[F], F]:
+        """Decorate the torch implementation of an operator. The operator has its name, signature and docstring.
+
+        triton, native: modules with functions of the same name, the Triton and the C implementation; None if there is
+        none in C. fake, mutates: as in :func:`define_op`. Calls skip torch's dispatcher on a CPU.
+        """
+
+        def declare(form: F) -> F:
+            name = form.__name__
+            in_c = None if native is None else f"{self._native}.{native}:{name}"
+            forms = self.forms[name] = Implementations(form, f"{self._triton}.{triton}:{name}", in_c)
+            dispatched = define_op(self._library, form, forms, mutates=mutates, fake=fake)
+            return skip_dispatcher(dispatched, cast(F, wraps(form)(partial(run_on_cpu, forms))))
+
+        return declare
 
 
 def skip_dispatcher(operator: F, form: F) -> F:

@@ -7,34 +7,20 @@ and ``triton_paged_attention`` are Triton kernels on CUDA, loaded at the first c
 Shapes: T tokens, R rows (requests), Hq query heads, Hkv key heads, D head dimension.
 """
 
-from collections.abc import Callable
-from typing import Any
-
-from torch import Tensor
 from torch.library import Library
 
 from bateleur.metadata.backends import _native_ops, _torch_ops
-from bateleur.metadata.dispatch import F, Implementations, define_op, skip_dispatcher
+from bateleur.metadata.dispatch import F, Fake, Implementations, define_op, skip_dispatcher
 
 _library = Library("bateleur", "FRAGMENT")
 
 
-def _nothing(*_: object) -> None:
-    """Do nothing: the fake implementation of operators that only write to their arguments."""
-
-
-def _like_queries(q: Tensor, *_: object) -> Tensor:
-    return q.new_empty(q.shape)
-
-
-def _define(
-    form: F, fake: Callable[..., Any] = _like_queries, mutates: tuple[str, ...] = (), triton: str = "", name: str = ""
-) -> F:
+def _define(form: F, fake: Fake = "q", mutates: tuple[str, ...] = (), triton: str = "", name: str = "") -> F:
     forms = Implementations(form, triton=f"bateleur.metadata.kernels.cuda_ops:{triton}" if triton else None)
     return define_op(_library, form, forms, mutates=mutates, fake=fake, name=name or None)
 
 
-write_kv = _define(_torch_ops.write_kv, fake=_nothing, mutates=("k_cache", "v_cache"))
+write_kv = _define(_torch_ops.write_kv, fake=None, mutates=("k_cache", "v_cache"))
 """``(k (T, Hkv, D), v, k_cache (blocks, block_size, Hkv, D), v_cache, slot_mapping (T,) int64, kv_scales (2, Hkv)
 float32 or None) -> None``.
 
@@ -44,7 +30,7 @@ which must be zero anyway. Caches may have another dtype than keys. With ``kv_sc
 """
 
 rotate_and_write_kv = _define(
-    _torch_ops.rotate_and_write_kv, fake=_nothing, mutates=("q", "k_cache", "v_cache"), triton="rotate_and_write_kv"
+    _torch_ops.rotate_and_write_kv, fake=None, mutates=("q", "k_cache", "v_cache"), triton="rotate_and_write_kv"
 )
 """``(q (T, Hq, D), k (T, Hkv, D), v, k_cache, v_cache, slot_mapping, cos (T, 1, R) or None, sin, q_norm (D,), (Hq * D,)
 or None, k_norm (D,), (Hkv * D,) or None, eps, kv_scales (2, Hkv) float32 or None) -> None``.
@@ -75,15 +61,13 @@ have the shape of ``k_cache``; the number of blocks may differ. ``num_tokens``, 
 :mod:`bateleur.metadata.kernels.work_list` describes the entries. On a CPU they are 0, because nothing reads them.
 """
 
-triton_paged_attention = _define(
-    _torch_ops.paged_attention, fake=_like_queries, triton="paged_attention", name="triton_paged_attention"
-)
+triton_paged_attention = _define(_torch_ops.paged_attention, triton="paged_attention", name="triton_paged_attention")
 """Like ``paged_attention``, but ignores ``num_decodes``. ``work`` is the result of ``attention_work`` for the same
 rows; if it is None, the call computes it.
 """
 
 native_write_kv = skip_dispatcher(
-    _define(_native_ops.write_kv, fake=_nothing, mutates=("q", "k_cache", "v_cache"), name="native_write_kv"),
+    _define(_native_ops.write_kv, fake=None, mutates=("q", "k_cache", "v_cache"), name="native_write_kv"),
     _native_ops.write_kv,
 )
 """Like ``rotate_and_write_kv`` without norms; C on a CPU."""

@@ -8,7 +8,7 @@ from bateleur.mamba.ops.custom_op import operator
 from bateleur.mamba.ops.slots import compute_dtype, load_slots, pad_rows, store_slots, unpad
 
 
-@operator(mutates=("conv_state", "request_conv"), like="x", triton="conv", native="conv")
+@operator("conv", fake="x", mutates=("conv_state", "request_conv"), native="conv")
 def causal_conv1d_varlen(
     x: Tensor, weight: Tensor, bias: Tensor | None, conv_state: Tensor, request_conv: Tensor | None,
     query_start_loc: Tensor, read: Tensor, chunk_start_loc: Tensor, chunk_row: Tensor, chunk_write: Tensor,
@@ -50,7 +50,7 @@ def causal_conv1d_varlen(
     return y
 
 
-@operator(mutates=("conv_state",), like="x", triton="conv", native="conv")
+@operator("conv", fake="x", mutates=("conv_state",), native="conv")
 def causal_conv1d_update(
     x: Tensor, weight: Tensor, bias: Tensor | None, conv_state: Tensor, query_start_loc: Tensor, max_query_len: int,
     read: Tensor, offset: Tensor, write: Tensor, activation: str,

@@ -64,7 +64,7 @@ def _inputs(
     return kq.transpose(1, 2), v.to(dtype), *gates(a, b, A, dt_bias, beta_scale, dtype)
 
 
-@operator(mutates=("state",), like="v", triton="delta_scan")
+@operator("delta_scan", fake="v", mutates=("state",))
 def delta_scan_varlen(
     q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, A: Tensor, dt_bias: Tensor, state: Tensor,
     query_start_loc: Tensor, chunk_start_loc: Tensor, chunk_row: Tensor, row_chunk_loc: Tensor,
@@ -121,7 +121,7 @@ def _scores(kq: Tensor, total: Tensor) -> Tensor:
     return scores * decay.mT
 
 
-@operator(mutates=("state",), like="v", triton="delta_rule")
+@operator("delta_rule", fake="v", mutates=("state",))
 def delta_state_update(
     state: Tensor, q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, A: Tensor, dt_bias: Tensor,
     query_start_loc: Tensor, max_query_len: int, read: Tensor, write: Tensor, beta_scale: float,
@@ -209,7 +209,7 @@ def _corrected(y: Tensor, kq: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> tup
     return u, o
 
 
-@operator(mutates=("ring_k", "ring_u", "ring_g"), like="v", triton="delta_replay")
+@operator("delta_replay", fake="v", mutates=("ring_k", "ring_u", "ring_g"))
 def delta_replay_update(
     state: Tensor, ring_k: Tensor, ring_u: Tensor, ring_g: Tensor, q: Tensor, k: Tensor, v: Tensor, a: Tensor,
     b: Tensor, A: Tensor, dt_bias: Tensor, query_start_loc: Tensor, max_query_len: int, slot: Tensor,
@@ -261,7 +261,7 @@ def _entries(
     return k.transpose(1, 2), u.transpose(1, 2), g.sum(1).exp_()[:, :, None]
 
 
-@operator(mutates=("state", "conv_state"), triton="delta_rule")
+@operator("delta_rule", mutates=("state", "conv_state"))
 def delta_fold_ring(
     state: Tensor, conv_state: Tensor, request_conv: Tensor, ring_k: Tensor, ring_u: Tensor, ring_g: Tensor,
     ring_row: Tensor, ring_start: Tensor, count: Tensor, src: Tensor, dst: Tensor, page_offset: Tensor,

@@ -12,7 +12,7 @@ from bateleur.mamba.ops.slots import compute_dtype
 _GATES: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "sigmoid": torch.sigmoid}
 
 
-@operator(like="x", triton="gated_norm", native="mamba2")
+@operator("gated_norm", fake="x", native="mamba2")
 def gated_rms_norm(
     x: Tensor, z: Tensor, weight: Tensor, groups: int, eps: float, norm_first: bool = False, activation: str = "silu"
 ) -> Tensor:

@@ -41,7 +41,7 @@ def _inputs(
     return x.to(dtype), step, B, C
 
 
-@operator(mutates=("ssm_state",), like="x", triton="mamba2_scan", native="mamba2")
+@operator("mamba2_scan", fake="x", mutates=("ssm_state",), native="mamba2")
 def ssd_scan_varlen(
     x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, dt_bias: Tensor, ssm_state: Tensor,
     query_start_loc: Tensor, chunk_start_loc: Tensor, chunk_row: Tensor, row_chunk_loc: Tensor,
@@ -85,7 +85,7 @@ def _run_tile(state: Tensor, A: Tensor, D: Tensor, x: Tensor, step: Tensor, B: T
     return y.transpose(0, 1) + D[:, None] * x
 
 
-@operator(mutates=("ssm_state",), like="x", triton="mamba2", native="mamba2")
+@operator("mamba2", fake="x", mutates=("ssm_state",), native="mamba2")
 def selective_state_update(
     ssm_state: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, dt_bias: Tensor,
     query_start_loc: Tensor, max_query_len: int, read: Tensor, write: Tensor, dt_min: float, dt_max: float,
@@ -118,7 +118,7 @@ def _advance(state: Tensor, A: Tensor, D: Tensor, x: Tensor, step: Tensor, B: Te
     return (state @ C[..., None]).squeeze(3) + D[:, None] * x
 
 
-@operator(mutates=("ring_x", "ring_dt", "ring_B"), like="x", triton="mamba2", native="ring")
+@operator("mamba2", fake="x", mutates=("ring_x", "ring_dt", "ring_B"), native="ring")
 def replay_update(
     ssm_state: Tensor, ring_x: Tensor, ring_dt: Tensor, ring_B: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tensor,
     C: Tensor, D: Tensor, dt_bias: Tensor, query_start_loc: Tensor, max_query_len: int, slot: Tensor,
@@ -160,7 +160,7 @@ def _fold(state: Tensor, rings: Sequence[Tensor], A: Tensor, row: Tensor, start:
     state.mul_(g.sum(1).exp_()[..., None, None]).add_(torch.einsum("rlhp,rlhn->rhpn", u, B))
 
 
-@operator(mutates=("ssm_state", "conv_state"), triton="mamba2", native="ring")
+@operator("mamba2", mutates=("ssm_state", "conv_state"), native="ring")
 def fold_ring(
     ssm_state: Tensor, conv_state: Tensor, request_conv: Tensor, ring_x: Tensor, ring_dt: Tensor, ring_B: Tensor,
     A: Tensor, ring_row: Tensor, ring_start: Tensor, count: Tensor, src: Tensor, dst: Tensor, page_offset: Tensor,

@@ -7,7 +7,7 @@ from bateleur.mamba.ops.custom_op import operator
 from bateleur.mamba.ops.slots import load_slots, rows_with_slot, store_slots
 
 
-@operator(mutates=("conv_state", "ssm_state"), triton="states")
+@operator("states", mutates=("conv_state", "ssm_state"))
 def copy_states(
     conv_state: Tensor, ssm_state: Tensor | None, conv_src: Tensor, conv_bias: Tensor, ssm_src: Tensor, dst: Tensor
 ) -> None:
@@ -32,7 +32,7 @@ def copy_states(
         store_slots(ssm, dst, load_slots(ssm, ssm_src, ssm.dtype))
 
 
-@operator(mutates=("conv_state",), triton="states")
+@operator("states", mutates=("conv_state",))
 def fold_window(conv_state: Tensor, request_conv: Tensor, ring_row: Tensor, dst: Tensor, page_offset: Tensor) -> None:
     """Copy conv windows of running requests to state slots: `fold_ring` for layers without an SSM state.
 
