@@ -40,7 +40,7 @@ def write_kv(
     slots = k_cache.shape[0] * k_cache.shape[1]
     turn = (0, 0) if cos is None else (cos.stride(0), cos.shape[2])
     wrong = _kernels()[f"write_{_SUFFIX[q.dtype]}"](
-        *_pointers(q, k, v, k_cache, v_cache, slot_mapping, cos, sin, kv_scales),
+        *native.pointers(q, k, v, k_cache, v_cache, slot_mapping, cos, sin, kv_scales),
         _KINDS[k_cache.dtype], k.shape[0], slots, heads, k.shape[1], size, q.stride(0), k.stride(0), v.stride(0), *turn,
     )  # fmt: skip
     if wrong:
@@ -68,7 +68,7 @@ def paged_attention(
         q = q.contiguous()
     tokens, out = q.shape[0], q.new_empty(q.shape)
     wrong = _kernels()[f"attend_{_CACHES[k_cache.dtype]}"](
-        *_pointers(q, k_cache, v_cache, block_table, seq_lens, query_start_loc, sinks, kv_scales, out),
+        *native.pointers(q, k_cache, v_cache, block_table, seq_lens, query_start_loc, sinks, kv_scales, out),
         q.dtype == torch.float32, tokens, rows, q.shape[1], k_cache.shape[2], q.shape[2], q.stride(0),
         block_table.stride(0), block_table.shape[1], k_cache.shape[0], k_cache.shape[1],
         sliding_window, scale, torch.get_num_threads(),
@@ -97,7 +97,3 @@ def _scales_fit(kv_scales: Tensor | None, k_cache: Tensor) -> bool:
 
 def _dense(*tensors: Tensor) -> bool:
     return all(map(Tensor.is_contiguous, tensors))
-
-
-def _pointers(*tensors: Tensor | None) -> list[int]:
-    return [0 if each is None else each.data_ptr() for each in tensors]

@@ -39,6 +39,11 @@ def entry(kernel: Any) -> int:
     return ctypes.cast(kernel, ctypes.c_void_p).value or 0
 
 
+def pointers(*tensors: Tensor | None) -> list[int]:
+    """Return the addresses of tensors, which the caller keeps; 0, which is NULL, for None."""
+    return [0 if each is None else each.data_ptr() for each in tensors]
+
+
 class Struct(ctypes.Structure):
     """Argument of a C kernel: a struct of pointers and int64 numbers. The caller must keep the tensors alive."""
 
@@ -51,8 +56,8 @@ class Struct(ctypes.Structure):
 
 def fields(addresses: str, numbers: str) -> list[tuple[str, Any]]:
     """Return the ctypes fields of a :class:`Struct`: pointers, then int64; the names are separated by spaces."""
-    pointers = [(name, ctypes.c_void_p) for name in addresses.split()]
-    return [*pointers, *((name, ctypes.c_int64) for name in numbers.split())]
+    kinds = (addresses, ctypes.c_void_p), (numbers, ctypes.c_int64)
+    return [(name, kind) for names, kind in kinds for name in names.split()]
 
 
 class NoCompiler(RuntimeError):

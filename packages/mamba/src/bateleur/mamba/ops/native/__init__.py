@@ -75,8 +75,3 @@ def index_error(row: int, slots: int, tokens: int) -> IndexError:
 def contiguous(*tensors: Tensor) -> list[Tensor]:
     """Return contiguous tensors."""
     return [each.contiguous() for each in tensors]
-
-
-def pointers(tensors: Sequence[Tensor]) -> list[int]:
-    """Return the addresses of tensors, which the caller keeps."""
-    return [each.data_ptr() for each in tensors]

@@ -6,9 +6,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from bateleur.mamba.ops.native import chunks_are_independent, contiguous, index_error, is_indexed, pointers, takes
+from bateleur.mamba.ops.native import chunks_are_independent, contiguous, index_error, is_indexed, takes
 from bateleur.metadata.dispatch import UNSUPPORTED, Unsupported
-from bateleur.metadata.native import kernels
+from bateleur.metadata.native import kernels, pointers
 
 MOST_TAPS = 8
 """Maximum number of taps."""
@@ -78,7 +78,7 @@ def causal_conv1d_varlen(
     y = x.new_empty(tokens, channels)
     wrong = _kernels()["conv_prompts"](
         x.data_ptr(), x.stride(0), weight.data_ptr(), None if bias is None else bias.data_ptr(),
-        conv_state.data_ptr(), conv_state.stride(0), *windows[:2], *pointers(places[:4]), windows[2], y.data_ptr(),
+        conv_state.data_ptr(), conv_state.stride(0), *windows[:2], *pointers(*places[:4]), windows[2], y.data_ptr(),
         tokens, chunk_row.shape[0], channels, taps, activation == "silu", x.dtype is torch.float32,
         torch.get_num_threads(),
     )  # fmt: skip

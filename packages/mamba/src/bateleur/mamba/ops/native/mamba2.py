@@ -14,11 +14,10 @@ from bateleur.mamba.ops.native import (
     fits,
     index_error,
     is_indexed,
-    pointers,
     takes,
 )
 from bateleur.metadata.dispatch import UNSUPPORTED, Unsupported
-from bateleur.metadata.native import kernels
+from bateleur.metadata.native import kernels, pointers
 
 _SIGNATURES = (
     ("update", "=" + "pllplplpplplpp" + "pppl" + "p" + "llllll" + "ffii"),
@@ -75,7 +74,7 @@ def selective_state_update(
     y, rows = x.new_empty(x.shape), contiguous(query_start_loc, read)
     write = write if write.stride(1) == 1 else write.contiguous()
     wrong = _kernels()["update"](
-        ssm_state.data_ptr(), ssm_state.stride(0), ssm_state.shape[0], *inputs_of(*inputs), *pointers(rows),
+        ssm_state.data_ptr(), ssm_state.stride(0), ssm_state.shape[0], *inputs_of(*inputs), *pointers(*rows),
         write.data_ptr(), write.stride(0), y.data_ptr(), *sizes_of(x, B, read.shape[0], (dt_min, dt_max)),
     )  # fmt: skip
     if wrong > 0:
@@ -98,7 +97,7 @@ def ssd_scan_varlen(
         return UNSUPPORTED
     y, places = x.new_empty(x.shape), contiguous(chunk_start_loc, row_chunk_loc, read, chunk_write)
     _kernels()["scan"](
-        ssm_state.data_ptr(), ssm_state.stride(0), *inputs_of(*inputs), *pointers(places), y.data_ptr(),
+        ssm_state.data_ptr(), ssm_state.stride(0), *inputs_of(*inputs), *pointers(*places), y.data_ptr(),
         *sizes_of(x, B, read.shape[0], (dt_min, dt_max)),
     )  # fmt: skip
     return y

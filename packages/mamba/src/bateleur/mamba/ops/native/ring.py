@@ -13,10 +13,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from bateleur.mamba.ops.native import MOST_TOKENS, contiguous, fits, is_indexed, pointers, takes
+from bateleur.mamba.ops.native import MOST_TOKENS, contiguous, fits, is_indexed, takes
 from bateleur.mamba.ops.native.mamba2 import inputs_of, sizes_of, takes_layer
 from bateleur.metadata.dispatch import UNSUPPORTED, Unsupported
-from bateleur.metadata.native import Struct, fields, kernels
+from bateleur.metadata.native import Struct, fields, kernels, pointers
 
 _MOST_ENTRIES = 64
 """Maximum capacity of a ring."""
@@ -53,8 +53,8 @@ def replay_update(
         return UNSUPPORTED
     y, rows = x.new_empty(x.shape), contiguous(query_start_loc, slot, ring_row, ring_start, ring_len)
     wrong = _kernels()["replay"](
-        ssm_state.data_ptr(), ssm_state.stride(0), ssm_state.shape[0], *pointers(rings), *ring_dt.shape[:2],
-        *inputs_of(*inputs), *pointers(rows), y.data_ptr(), *sizes_of(x, B, slot.shape[0], (dt_min, dt_max)),
+        ssm_state.data_ptr(), ssm_state.stride(0), ssm_state.shape[0], *pointers(*rings), *ring_dt.shape[:2],
+        *inputs_of(*inputs), *pointers(*rows), y.data_ptr(), *sizes_of(x, B, slot.shape[0], (dt_min, dt_max)),
     )  # fmt: skip
     if wrong:
         raise IndexError(
@@ -112,7 +112,7 @@ def fold_ring(
         states=ssm_state, ring_x=ring_x, ring_B=ring_B, ring_step=ring_dt, A=A, pages=conv_state, windows=request_conv
     )
     rows = contiguous(*places)
-    wrong = _kernels()["fold"](ctypes.addressof(what), *pointers(rows), dst.shape[0], torch.get_num_threads())
+    wrong = _kernels()["fold"](ctypes.addressof(what), *pointers(*rows), dst.shape[0], torch.get_num_threads())
     if wrong > 0:
         raise IndexError(
             f"src, dst, ring_row, ring_start, count: row {wrong - 1} has a slot outside of [0, {slots - 1}], a ring "
