@@ -16,7 +16,6 @@ from torch import Tensor
 from bateleur.eagle import HashedVocab, sample
 from bateleur.runner.models.grouped import grouped_product
 from bateleur.runner.models.quantized import Layout, QuantizedMatrix, Scheme
-from bateleur.runner.models.quantized_product import product
 from bateleur.runner.models.router import sort_places
 
 from ..job import Job
@@ -213,14 +212,14 @@ def quantized(job: Job) -> None:
         with job.part(name):
             exact = weight.dequantize().to(dtype)
             first = torch.eye(columns, dtype=dtype, device=job.device)[:300]
-            same = torch.equal(product(first, weight, None), exact.T[:300])
+            same = torch.equal(weight.product(first, None), exact.T[:300])
             job.record.check(
                 f"{name}: weights", same, "a product with unit vectors is not the dequantised matrix", key=True
             )
             x = torch.randn(300, columns, device=job.device).to(dtype)
-            whole = product(x, weight, None)
+            whole = weight.product(x, None)
             differ = [
-                n for n in (1, 2, 16, 17, 64, 256, 257) if not torch.equal(product(x[:n], weight, None), whole[:n])
+                n for n in (1, 2, 16, 17, 64, 256, 257) if not torch.equal(weight.product(x[:n], None), whole[:n])
             ]
             why = f"rows of {differ} tokens have other bits than those of 300"
             job.record.check(f"{name}: bits", not differ, why, key=True)
@@ -241,7 +240,7 @@ def quantized(job: Job) -> None:
 def all_products(x: Tensor, weights: Sequence[QuantizedMatrix]) -> None:
     """Multiply x with each matrix."""
     for weight in weights:
-        product(x, weight, None)
+        weight.product(x, None)
 
 
 def random_matrix(scheme: Scheme, rows: int, columns: int, device: torch.device) -> QuantizedMatrix:

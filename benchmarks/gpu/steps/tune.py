@@ -17,7 +17,6 @@ from torch import Tensor
 
 from bateleur.metadata.backends import _launch_config
 from bateleur.runner.models.quantized import Layout, Scheme
-from bateleur.runner.models.quantized_product import product
 
 from ..job import Job, relative_error
 from .attention import Heads, Problem, backend_for
@@ -161,7 +160,7 @@ def tune_matrix(job: Job, name: str, scheme: Scheme, rows: int, columns: int) ->
         more: Iterable[Options] = FEW if tokens <= 16 else SOME if tokens <= 256 else (*WIDE * (parts == 1), *MANY)
         for options in ({}, *more):
             with product_options(options):
-                case.add(options, partial(product, x, weight, None), partial(all_products, x, weights[:count]), count)
+                case.add(options, partial(weight.product, x, None), partial(all_products, x, weights[:count]), count)
         case.close()
 
 

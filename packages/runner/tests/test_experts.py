@@ -305,7 +305,7 @@ def test_on_cuda_torch_takes_what_it_is_given(
 def test_packed_groups_take_no_rows_too() -> None:
     product = grouped.GroupedProjection(torch.zeros(2, 512, 256))
     product.pack()
-    assert product.is_packed
+    assert product.stored is None
     assert product(torch.zeros(0, 256), torch.zeros(2, dtype=torch.int32)).shape == (0, 512)
 
 

@@ -7,7 +7,7 @@ import torch
 from test_quantized_triton import SCHEMES, matrix
 
 from bateleur.metadata.native import unavailable_reason
-from bateleur.runner.models import native, quantized_product
+from bateleur.runner.models import native, quantized
 from bateleur.runner.models.matrix import Projection
 from bateleur.runner.models.native.quantized import PackedMatrix
 from bateleur.runner.models.quantized import Layout
@@ -49,10 +49,10 @@ def test_other_types_keep_their_layout() -> None:
 @pytest.mark.parametrize("name", SCHEMES)
 def test_without_a_compiler_a_token_has_the_same_bits_beside_any(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "packs", lambda weight: False)
-    monkeypatch.setattr(quantized_product, "_TILE", 1000)
+    monkeypatch.setattr(quantized, "_TILE", 1000)
     weight, bias, x = matrix(SCHEMES[name], 70, 200), torch.randn(70), torch.randn(9, 200)
-    whole = quantized_product.product(x, weight, bias)
+    whole = weight.product(x, bias)
     exact = x.double() @ weight.dequantize().double().T + bias.double()
     torch.testing.assert_close(whole.double(), exact, rtol=1e-4, atol=1e-4)
     for few in (1, 2, 5):
-        assert torch.equal(quantized_product.product(x[:few], weight, bias), whole[:few])
+        assert torch.equal(weight.product(x[:few], bias), whole[:few])

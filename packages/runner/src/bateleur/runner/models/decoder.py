@@ -183,7 +183,7 @@ class HybridDecoder:
     @property
     def ties_lm_head(self) -> bool:
         """Whether the embedding is the output projection."""
-        return not self.output.pieces and self.output.weight is self.embedding
+        return self.output.stored is self.embedding
 
     @property
     def lm_head(self) -> Tensor:
@@ -196,19 +196,14 @@ class HybridDecoder:
 
     @property
     def projections(self) -> list[Projection | GroupedProjection]:
-        """The projections of all layers, and the output projection."""
-        return [*(each for residual in self._residuals for each in residual.projections), self.output]
+        """The projections of all layers, and the output projection, also if it is tied to the embedding."""
+        return list({**self.matrices, "lm_head": self.output}.values())
 
     @property
     def adaptable_projections(self) -> dict[str, Projection]:
         """Projections that a LoRA adapter may change, by the names of their weights."""
-        named = {
-            f"layers.{i}.{prefix}{name}": projection
-            for i, residual in enumerate(self._residuals)
-            for prefix, mixer, _ in residual.parts
-            for name, projection in mixer.projections.items()
-        }
-        return {name: each for name, each in named.items() if isinstance(each, Projection) and is_adaptable(name)}
+        named = self.matrices.items()
+        return {name: each for name, each in named if isinstance(each, Projection) and is_adaptable(name)}
 
     def pack(self, *, recorded: bool = False) -> None:
         """Store the loaded matrices in faster CPU layouts, see `Projection.pack`.

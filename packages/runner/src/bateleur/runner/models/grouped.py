@@ -10,10 +10,9 @@ from torch import Tensor
 from torch.library import Library
 
 from bateleur.metadata.dispatch import Implementations, define_op
-from bateleur.runner.models.matrix import Projection, Unallocated
+from bateleur.runner.models.matrix import Projection, allocated
 from bateleur.runner.models.operators import operator
-from bateleur.runner.models.quantized import QuantizedMatrix, Scheme
-from bateleur.runner.models.quantized_product import quantized_linear, warm_sizes
+from bateleur.runner.models.quantized import QuantizedMatrix, Scheme, quantized_linear, warm_sizes
 
 _ALIGNED_BYTES = 16
 _MOST_GROUPS = 1023
@@ -104,11 +103,11 @@ def quantized_grouped(x: Tensor, ends: Tensor, parts: Sequence[Tensor], scheme: 
 class GroupedProjection:
     """Grouped projection `x W_e^T`: rows x are sorted by group e, and W is (E, rows, columns)."""
 
-    __slots__ = ("_packed", "_weight", "bias", "dtype", "quantized")
-
-    def __init__(self, weight: Tensor | Unallocated) -> None:
-        self._weight: Tensor | Unallocated | None = weight
-        self.dtype = weight.dtype
+    def __init__(self, weight: Tensor, device: torch.device | None = None) -> None:
+        """device: device of the memory that is allocated at the first read, for a weight on the `meta` device."""
+        self.stored: Tensor | None = weight
+        """W in its plain layout, on the `meta` device before the first read; None if it is packed or quantised."""
+        self.dtype, self._device = weight.dtype, device or weight.device
         self._packed: list[Projection] = []
         self.quantized: QuantizedMatrix | None = None
         """W as codes and scales, and nothing else then; None if it is plain."""
@@ -116,7 +115,7 @@ class GroupedProjection:
 
     def __call__(self, x: Tensor, group_ends: Tensor) -> Tensor:
         """Return (S, rows) for x (S, columns). group_ends: see `grouped_product`."""
-        if self._weight is not None:
+        if self.stored is not None:
             return _grouped_product(x, self.weight, group_ends)
         if self.quantized is not None:
             parts = list(self.quantized.tensors().values())
@@ -126,8 +125,8 @@ class GroupedProjection:
 
     def warm_up(self, most: int) -> None:
         """Launch products of 1 and of up to `most` rows, so that their kernels are loaded."""
-        held = self.quantized.codes if self.quantized is not None else self._weight
-        if held is None or isinstance(held, Unallocated) or held.is_cpu:
+        held = self.quantized.codes if self.quantized is not None else self.stored
+        if held is None or held.is_cpu or held.device != self._device:
             return
         groups, _, columns = self.quantized.shape if self.quantized is not None else held.shape
         for rows in {1, most} if self.quantized is None else warm_sizes(most, groups):
@@ -137,10 +136,9 @@ class GroupedProjection:
     @property
     def weight(self) -> Tensor:
         """Weight W (groups, rows, columns): the given tensor, or a copy if it is packed or quantised."""
-        if isinstance(self._weight, Unallocated):
-            self._weight = self._weight.allocate()
-        if self._weight is not None:
-            return self._weight
+        if self.stored is not None:
+            self.stored = allocated(self.stored, self._device)
+            return self.stored
         if self.quantized is not None:
             return self.quantized.dequantize().to(self.dtype)
         return torch.stack([each.weight for each in self._packed])
@@ -150,7 +148,7 @@ class GroupedProjection:
         """Shape (groups, rows, columns) of the weight W."""
         if self._packed:
             return len(self._packed), *self._packed[0].shape
-        held = self._weight if self.quantized is None else self.quantized
+        held = self.stored if self.quantized is None else self.quantized
         assert held is not None
         return tuple(held.shape)
 
@@ -162,16 +160,8 @@ class GroupedProjection:
 
     def quantize(self, scheme: Scheme) -> None:
         """Replace the weight W by uninitialised codes and scales of a quantisation scheme."""
-        held = self._weight
-        assert held is not None
-        device = (held.like if isinstance(held, Unallocated) else held).device
-        self.quantized = QuantizedMatrix.empty(scheme, tuple(held.shape), None, device)
-        self._weight = None
-
-    @property
-    def is_packed(self) -> bool:
-        """Whether the weight W is stored in the packed layout only."""
-        return self._weight is None
+        self.quantized = QuantizedMatrix.empty(scheme, self.shape, None, self._device)
+        self.stored = None
 
     def pack(self, *, recorded: bool = False) -> None:
         """Pack the matrices if that is faster; not if `recorded`: CUDA graphs read group ends on the device."""
@@ -185,9 +175,10 @@ class GroupedProjection:
         for each in packed:
             each.pack()
         if packed[0].in_another_layout:
-            self._packed, self._weight, self.quantized = packed, None, None
+            self._packed, self.stored, self.quantized = packed, None, None
 
 
 def empty_grouped(groups: int, rows: int, columns: int, like: Tensor) -> GroupedProjection:
     """Return a grouped projection with the dtype and device of `like`. Its memory is allocated at the first read."""
-    return GroupedProjection(Unallocated((groups, rows, columns), like.new_empty(0)))
+    weight = torch.empty(groups, rows, columns, dtype=like.dtype, device="meta")
+    return GroupedProjection(weight, like.device)

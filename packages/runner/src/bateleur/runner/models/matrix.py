@@ -13,9 +13,7 @@ from bateleur.eagle.heads.spec import CProduct
 from bateleur.runner.models import native
 from bateleur.runner.models.lora import LoraWeights, add_lora
 from bateleur.runner.models.native.quantized import PackedMatrix
-from bateleur.runner.models.quantized import QuantizedMatrix, Scheme
-from bateleur.runner.models.quantized_product import product as quantized_product
-from bateleur.runner.models.quantized_product import warm_sizes
+from bateleur.runner.models.quantized import QuantizedMatrix, Scheme, warm_sizes
 
 _FEW_ENTRIES = 1 << 17
 """Below this size, calling oneDNN takes longer than it saves: 13 us per product, and 3 us with the BLAS."""
@@ -24,34 +22,14 @@ _FEW_TOKENS = 16 if torch.__version__.startswith("2.11.") else 1
 """For fewer tokens, the oneDNN of torch 2.11 computes other sums."""
 
 
-@dataclass(frozen=True, slots=True)
-class Unallocated:
-    """A matrix without memory. `allocate` is called at the first read, so a quantised matrix never takes memory."""
-
-    shape: tuple[int, ...]
-    like: Tensor
-    """Its dtype and device."""
-    by_columns: bool = False
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Dtype of the matrix."""
-        return self.like.dtype
-
-    def allocate(self) -> Tensor:
-        """Return uninitialised memory for the matrix."""
-        if self.by_columns:
-            return self.like.new_empty(self.shape[::-1]).t()
-        return self.like.new_empty(self.shape)
-
-
 class Projection:
     """Linear layer `x W^T + b`, with W (rows, columns) and b (rows,) or None. W may be packed or quantised."""
 
-    __slots__ = ("_native", "_packed", "_weight", "bias", "dtype", "lora", "num_columns", "num_rows", "pieces")
-
-    def __init__(self, weight: Tensor | Unallocated, bias: Tensor | None = None) -> None:
-        self._weight: Tensor | Unallocated | None = weight
+    def __init__(self, weight: Tensor, bias: Tensor | None = None, device: torch.device | None = None) -> None:
+        """device: device of the memory that is allocated at the first read, for a weight on the `meta` device."""
+        self.stored: Tensor | None = weight
+        """W in its plain layout, on the `meta` device before the first read; None if it is packed or quantised."""
+        self._device = device or weight.device
         self._packed: Tensor | None = None
         self._native: Tensor | None = None
         (self.num_rows, self.num_columns), self.dtype = weight.shape, weight.dtype
@@ -63,24 +41,25 @@ class Projection:
 
     def __call__(self, x: Tensor, adapters: Tensor | None = None) -> Tensor:
         """Return (T, rows) for x (T, columns). adapters: (T,) int32 adapter slot of each token; None for none."""
-        y = self._product(x)
+        y = self.product(x, self.bias)
         if self.lora is not None and adapters is not None:
             add_lora(y, x, self.lora.a_ARK, self.lora.b_ANR, adapters)
         return y
 
-    def _product(self, x: Tensor) -> Tensor:
+    def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """Return `x W^T + bias` without adapters."""
         if self._native is not None:
-            return native.product(x, self._native, self.bias, self.num_rows)
-        if self._weight is not None:
-            return F.linear(x, self._weight if isinstance(self._weight, Tensor) else self.weight, self.bias)
+            return native.product(x, self._native, bias, self.num_rows)
+        if self.stored is not None:
+            return F.linear(x, self.weight, bias)
         if self.pieces:
-            found = [each(x, self.bias) for each in self.pieces]
+            found = [each(x, bias) for each in self.pieces]
             return found[0] if len(found) == 1 else torch.cat(found, 1)
         tokens = x.shape[0]
         size = _padded(tokens)
         if size > tokens:
             x = F.pad(x, (0, 0, 0, size - tokens))
-        y: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
+        y: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, bias, "none", [], "")
         return y[:tokens]
 
     @property
@@ -91,10 +70,9 @@ class Projection:
     @property
     def weight(self) -> Tensor:
         """Weight W (rows, columns): the given tensor, or a copy if it is packed or quantised."""
-        if isinstance(self._weight, Unallocated):
-            self._weight = self._weight.allocate()
-        if self._weight is not None:
-            return self._weight
+        if self.stored is not None:
+            self.stored = allocated(self.stored, self._device)
+            return self.stored
         if self.pieces:
             return torch.cat([each.weight(self.dtype) for each in self.pieces])
         if self._native is not None:
@@ -105,8 +83,8 @@ class Projection:
     @classmethod
     def of(cls, matrix: QuantizedMatrix, dtype: torch.dtype) -> Projection:
         """Return the projection of a quantised matrix (rows, columns), for tokens of `dtype`."""
-        made = cls(Unallocated(matrix.shape, matrix.codes.new_empty(0, dtype=dtype)))
-        made._weight, made.pieces = None, (Rows(0, matrix),)
+        made = cls(torch.empty(matrix.shape, dtype=dtype, device="meta"), device=matrix.codes.device)
+        made.stored, made.pieces = None, (Rows(0, matrix),)
         return made
 
     def tensors(self, name: str) -> dict[str, Tensor]:
@@ -125,19 +103,17 @@ class Projection:
         pieces: (first row, row after the last, scheme, groups) for consecutive ranges of rows. Rows without a scheme
         stay plain. groups: number of scale groups, as for `QuantizedMatrix.empty`.
         """
-        assert self._weight is not None
-        columns, like = self._weight.shape[1], self._weight
-        like = like.like if isinstance(like, Unallocated) else like
+        assert self.stored is not None
 
         def rows(first: int, end: int, scheme: Scheme | None, groups: int | None) -> Rows:
-            if scheme is not None:
-                return Rows(first, QuantizedMatrix.empty(scheme, (end - first, columns), groups, like.device))
-            bias = None if self.bias is None else self.bias[first:end]
-            return Rows(first, Projection(like.new_empty(end - first, columns), bias))
+            shape, device = (end - first, self.num_columns), self._device
+            if scheme is None:
+                return Rows(first, Projection(torch.empty(shape, dtype=self.dtype, device=device)))
+            return Rows(first, QuantizedMatrix.empty(scheme, shape, groups, device))
 
         self.pieces = tuple(rows(*each) for each in pieces)
         assert self.pieces[-1].end == self.num_rows
-        self._weight = None
+        self.stored = None
 
     @property
     def in_c(self) -> CProduct | None:
@@ -147,11 +123,6 @@ class Projection:
         packed = self._native
         columns = packed.shape[1] * packed.shape[3]
         return CProduct(native.address(packed, self.dtype), packed, self.bias, self.num_rows, columns)
-
-    @property
-    def is_packed(self) -> bool:
-        """Whether the weight is stored only in another layout than it was given in."""
-        return self._weight is None
 
     def warm_up(self, most: int) -> None:
         """Launch products of up to `most` tokens with the quantised rows, so that their kernels are loaded."""
@@ -164,9 +135,7 @@ class Projection:
     @property
     def in_another_layout(self) -> bool:
         """Whether the weight or its quantised rows are stored in a packed layout."""
-        if self.pieces:
-            return isinstance(self.pieces[0].matrix, PackedMatrix)
-        return self.is_packed
+        return isinstance(self.pieces[0].matrix, PackedMatrix) if self.pieces else self.stored is None
 
     def pack(self, *, recorded: bool = False) -> None:
         """Replace the weight by a layout with faster CPU products, if there is one.
@@ -180,14 +149,14 @@ class Projection:
         recorded: CUDA graphs will be captured over the projection.
         """
         self.pieces = tuple(each.packed(self.dtype, recorded) for each in self.pieces)
-        if self._weight is None:
+        if self.stored is None:
             return
         weight = self.weight
         if native.packs(weight):
-            self._native, self._weight = native.pack(native.narrowed(weight)), None
+            self._native, self.stored = native.pack(native.narrowed(weight)), None
         elif _suits_onednn(weight) and not recorded:
             self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), None)
-            self._weight = None
+            self.stored = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,22 +169,15 @@ class Rows:
     @property
     def end(self) -> int:
         """Row after the last, counted in the projection."""
-        return self.first + (self.matrix.num_rows if isinstance(self.matrix, Projection) else self.matrix.shape[0])
+        return self.first + self.matrix.shape[0]
 
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """Return the product (T, N) with x (T, K). bias: bias of all rows of the projection."""
-        if isinstance(self.matrix, Projection):
-            return self.matrix(x)
-        bias = None if bias is None else bias[self.first : self.end]
-        if isinstance(self.matrix, PackedMatrix):
-            return self.matrix.product(x, bias)
-        return quantized_product(x, self.matrix, bias)
+        return self.matrix.product(x, None if bias is None else bias[self.first : self.end])
 
     def weight(self, dtype: torch.dtype) -> Tensor:
         """Return the rows of the weight, (N, K), in `dtype`. It is a copy if it is quantised or packed."""
-        if isinstance(self.matrix, Projection):
-            return self.matrix.weight
-        return self.matrix.dequantize().to(dtype)
+        return self.matrix.weight if isinstance(self.matrix, Projection) else self.matrix.dequantize().to(dtype)
 
     def packed(self, dtype: torch.dtype, recorded: bool) -> Rows:
         """Return the rows packed for C kernels that multiply tokens of `dtype`; unchanged without such a kernel."""
@@ -254,5 +216,11 @@ def empty_projection(rows: int, columns: int, like: Tensor, *, bias: bool = Fals
     (`benchmarks/layout.py`). This matters for matrices that are too small to be packed. Elsewhere it is stored by rows.
     """
     by_columns = like.device.type == "cpu" and like.dtype == torch.float32
-    weight = Unallocated((rows, columns), like.new_empty(0), by_columns)
-    return Projection(weight, like.new_empty(rows) if bias else None)
+    strides = (1, rows) if by_columns else (columns, 1)
+    weight = torch.empty_strided((rows, columns), strides, dtype=like.dtype, device="meta")
+    return Projection(weight, like.new_empty(rows) if bias else None, like.device)
+
+
+def allocated(weight: Tensor, device: torch.device) -> Tensor:
+    """Return the weight, or uninitialised memory on `device` if it is on another one (`meta`)."""
+    return weight if weight.device == device else torch.empty_like(weight, device=device)

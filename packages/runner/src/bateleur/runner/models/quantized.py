@@ -1,4 +1,4 @@
-"""Quantised matrices, stored as codes and scales.
+"""Quantised matrices, stored as codes and scales, and products with them.
 
 Shapes: N rows of a matrix, K columns, G groups of columns with one scale each, E matrices of a grouped projection.
 
@@ -13,7 +13,11 @@ from functools import cache
 from typing import Any, Self
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+
+from bateleur.runner.models import native
+from bateleur.runner.models.operators import operator
 
 
 class Layout(StrEnum):
@@ -36,6 +40,8 @@ PACKED = (Layout.I4, Layout.F4, Layout.MX4)
 _MIDDLE = 8
 """The code of I4 that stands for 0 if there are no zeros."""
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_TILE = 1 << 20
+"""Weights that are dequantised at once: 4 MB in float32, which stay in a processor's cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,6 +185,10 @@ class QuantizedMatrix:
             assert each.shape == theirs.shape
             each.copy_(theirs)
 
+    def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """Return `x W^T + b` (T, N) for x (T, K), see `quantized_linear`."""
+        return quantized_linear(x, list(self.tensors().values()), self.scheme.key(), bias)
+
     def dequantize(self) -> Tensor:
         """Return the weights (N, K) or (E, N, K) in float32."""
         scheme, device = self.scheme, self.codes.device
@@ -208,3 +218,40 @@ def unpack(codes: Tensor, layout: Layout) -> Tensor:
         return nibbles.float()
     table = torch.tensor([*_E2M1, *(-each for each in _E2M1)], device=codes.device)
     return table[nibbles.int()]
+
+
+@operator("quantized", lambda x, parts, scheme, bias: x.new_empty(x.shape[0], parts[0].shape[0]))
+def quantized_linear(x: Tensor, parts: Sequence[Tensor], scheme: str, bias: Tensor | None) -> Tensor:
+    """Return `x W^T + b` (T, N) in x's dtype, for x (T, K), a quantised W (N, K) and b (N,).
+
+    parts, scheme: `QuantizedMatrix.tensors` and `Scheme.key` of W. Its weights are rounded to x's dtype. Sums are
+    float32. The bits of a token do not depend on the other tokens.
+    """
+    matrix = QuantizedMatrix.of(scheme, x.shape[1], parts)
+    rows, columns = matrix.shape
+    y, step = x.new_empty(x.shape[0], rows), max(1, _TILE // max(columns, 1))
+    for first in range(0, rows, step):
+        tile = slice(first, min(first + step, rows))
+        weight = matrix.rows(tile).dequantize().to(x.dtype)
+        y[:, tile] = _product(x, weight, None if bias is None else bias[tile])
+    return y
+
+
+def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Return `x W^T + b` for x (T, K), a plain W (N, K) and b (N,) or None.
+
+    Without C kernels, a CPU computes token by token: the rounding of torch's BLAS depends on the number of tokens.
+    """
+    if not x.is_cpu:
+        return F.linear(x, weight, bias)
+    if native.packs(weight):
+        return native.packed_linear(x, native.pack(weight), bias, weight.shape[0])
+    y = x.new_empty(x.shape[0], weight.shape[0])
+    for token, row in zip(x.contiguous(), y, strict=True):
+        row.copy_(torch.mv(weight, token))
+    return y if bias is None else y.add_(bias)
+
+
+def warm_sizes(most: int, groups: int = 1) -> list[int]:
+    """Return row counts, at most `most`, whose products launch every kernel of a matrix, or of `groups` matrices."""
+    return sorted({min(each * groups, most) for each in (1, 32, 257)} | {1, most})

@@ -58,16 +58,6 @@ class ResidualLayer:
         """Projections of all residual branches of the layer, by the names of their weights."""
         return {prefix + name: each for prefix, mixer, _ in self.parts for name, each in mixer.projections.items()}
 
-    @property
-    def projections(self) -> list[Projection | GroupedProjection]:
-        """Projections of all residual branches of the layer."""
-        return list(self.matrices.values())
-
-    def pack(self, *, recorded: bool = False) -> None:
-        """Store the matrices in faster CPU layouts, see `Projection.pack`. recorded: for CUDA graphs."""
-        for projection in self.projections:
-            projection.pack(recorded=recorded)
-
     def warm_up(self, num_tokens: int) -> None:
         """Load the kernels of projections and experts for steps of up to `num_tokens` tokens."""
         for _, mixer, _ in self.parts:

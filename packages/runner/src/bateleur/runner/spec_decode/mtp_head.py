@@ -96,9 +96,8 @@ class MtpHead:
 
     def pack(self, *, recorded: bool = False) -> None:
         """Store the matrices in faster CPU layouts, see `Projection.pack`. recorded: CUDA graphs will be captured."""
-        self.fc_proj.pack(recorded=recorded)
-        for residual in self._residuals:
-            residual.pack(recorded=recorded)
+        for projection in self.matrices.values():
+            projection.pack(recorded=recorded)
 
     def fuse(self, features: Sequence[Tensor]) -> Tensor:
         """Return the target's final hidden states (T, M) as input of the head."""

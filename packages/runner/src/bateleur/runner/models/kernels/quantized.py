@@ -184,7 +184,7 @@ def _constants(scheme: Scheme, columns: int, groups: int) -> dict[str, Any]:
 
 
 def quantized_linear(x, parts, scheme, bias):
-    """Return `x W^T + b` (T, N) for a quantised W in Triton, see `models.quantized_product.quantized_linear`."""
+    """Return `x W^T + b` (T, N) for a quantised W in Triton, see `models.quantized.quantized_linear`."""
     (tokens, columns), (rows, groups) = x.shape, parts[1].shape
     matrix, y = QuantizedMatrix.of(scheme, columns, parts), x.new_empty(tokens, rows)
     x = x if x.stride(1) == 1 else x.contiguous()
