@@ -16,7 +16,7 @@ from bateleur.runner.models.spec import AttentionLayer, LatentLayer
 class CachedAttention(ResidualBranch):
     """A residual branch whose keys and values are written to a paged KV cache."""
 
-    norm: HeadNorm | AllHeadsNorm | None = None
+    norm: HeadNorm | None = None
     """Norm of queries and keys before rotation."""
     sinks: Tensor | None = None
     """(H,) float32; see `AttentionLayer.sinks`."""

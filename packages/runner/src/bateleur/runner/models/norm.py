@@ -1,4 +1,4 @@
-"""RMS norms: before every branch, and over heads of queries and keys."""
+"""RMS norms: before every branch, over heads of queries and keys, and over elements that are divided among ranks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from torch import Tensor
 
 from bateleur.runner.distributed.ranks import Ranks
 from bateleur.runner.models.operators import operator
-from bateleur.runner.models.part_norm import qk_norm_over_ranks
 
 Term = tuple[Tensor, float]
 """A tensor (T, size) to add to the stream, and its factor."""
@@ -93,19 +92,13 @@ class HeadNorm:
         return y
 
 
-class AllHeadsNorm:
+class AllHeadsNorm(HeadNorm):
     """RMS norms over all query heads of a token and over all its key heads, with one weight per element."""
 
     def __init__(self, sizes: tuple[int, int], eps: float, like: Tensor) -> None:
         """sizes: elements of all query heads of a token, and of all its key heads."""
-        self._norms = [RMSNorm(size, eps, like) for size in sizes]
-        self.q, self.k = (norm.weight for norm in self._norms)
+        self.q, self.k = (like.new_empty(size) for size in sizes)
         self._eps = eps
-
-    @property
-    def weights(self) -> tuple[Tensor, Tensor, float]:
-        """Weights of queries and keys, and epsilon, as arguments of `AttentionBackend.attend`."""
-        return self.q, self.k, self._eps
 
     def over_ranks(self, x: Tensor, queries: int, heads: tuple[int, int], ranks: Ranks) -> Tensor:
         """Return x (T, heads of this rank, size) normalised over the heads of all ranks.
@@ -118,11 +111,56 @@ class AllHeadsNorm:
 
     def __call__(self, x: Tensor, queries: int) -> Tensor:
         """Return x (T, heads, size) normalised. The first `queries` heads are queries, the others are keys."""
-        parts = zip(self._norms, (x[:, :queries], x[:, queries:]), strict=True)
-        return torch.cat([norm(part.flatten(1)) for norm, part in parts], 1).view(x.shape)
+        parts = zip((x[:, :queries], x[:, queries:]), (self.q, self.k), strict=True)
+        return torch.cat([rms_norm(part.flatten(1), weight, self._eps) for part, weight in parts], 1).view(x.shape)
 
 
 def _normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     if weight.dtype != x.dtype:
         return F.rms_norm(x, x.shape[-1:], None, eps).mul_(weight)
     return F.rms_norm(x, x.shape[-1:], weight, eps)
+
+
+def gated_norm_over_ranks(
+    x_TI: Tensor,
+    gate_TI: Tensor,
+    weight: Tensor,
+    of_groups: tuple[int, int],
+    eps: float,
+    norm_first: bool,
+    ranks: Ranks,
+) -> Tensor:
+    """Return the gated RMS norm with SiLU over elements that are divided among ranks; each rank has I of them.
+
+    x_TI, gate_TI: this rank's elements. weight (I,). of_groups: index of this rank's norm group, and number of groups.
+    norm_first: whether the norm comes before the gate.
+    """
+    gate, x = F.silu(gate_TI.float()), x_TI.float()
+    y = x if norm_first else gate.mul_(x)
+    group, groups = of_groups
+    squares_TG = y.new_zeros(len(y), groups)
+    squares_TG[:, group] = y.square().sum(-1)
+    lanes = y.shape[1] * ranks.size // groups
+    y = y * (ranks.sum_(squares_TG)[:, group : group + 1] / lanes + eps).rsqrt_()
+    if norm_first:
+        return gate.mul_(y.mul_(weight)).to(x_TI.dtype)
+    return y.to(x_TI.dtype).mul_(weight)
+
+
+def qk_norm_over_ranks(
+    parts: tuple[Tensor, Tensor], weights: tuple[Tensor, Tensor], lanes: tuple[int, int], eps: float, ranks: Ranks
+) -> tuple[Tensor, Tensor]:
+    """Return RMS norms over all queries and over all keys of a token. This rank has some of their elements.
+
+    parts: queries and keys, (T, elements of this rank) each; several ranks may have the same keys. weights: weights of
+    this rank's elements. lanes: numbers of query and key elements per token in the whole layer.
+    """
+    wide = [part.float() for part in parts]
+    copies = [ranks.size * part.shape[1] // count for part, count in zip(parts, lanes, strict=True)]
+    squares = torch.stack([part.square().sum(-1) / each for part, each in zip(wide, copies, strict=True)], 1)
+    squares = ranks.sum_(squares)
+    q, k = (
+        (part * (squares[:, i : i + 1] / lanes[i] + eps).rsqrt_()).to(parts[i].dtype).mul_(weights[i])
+        for i, part in enumerate(wide)
+    )
+    return q, k

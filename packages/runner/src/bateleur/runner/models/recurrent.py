@@ -8,7 +8,7 @@ from bateleur.mamba import Mixer, Recurrence, Rings, gated_rms_norm
 from bateleur.runner.models.context import LayerStep, StepContext
 from bateleur.runner.models.matrix import empty_projection
 from bateleur.runner.models.mlp import ResidualBranch, gate
-from bateleur.runner.models.part_norm import gated_norm_over_ranks
+from bateleur.runner.models.norm import gated_norm_over_ranks
 from bateleur.runner.models.spec import DeltaLayer, MambaLayer, ShortConvLayer
 
 
