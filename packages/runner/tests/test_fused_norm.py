@@ -13,7 +13,7 @@ from torch import Tensor
 from bateleur.metadata.dispatch import load
 from bateleur.runner.models.norm import RMSNorm
 from bateleur.runner.models.operators import FORMS
-from bateleur.runner.models.stream import ResidualStream
+from bateleur.runner.models.residual import ResidualStream
 
 triton = pytest.importorskip("triton", reason="triton is not installed")
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from bateleur.metadata import native
 from bateleur.runner.models.mlp import activation
 from bateleur.runner.models.norm import RMSNorm
-from bateleur.runner.models.stream import ResidualStream
+from bateleur.runner.models.residual import ResidualStream
 
 F32, BF16 = torch.float32, torch.bfloat16
 compiles = pytest.mark.skipif(native.unavailable_reason() is not None, reason="no compiler")

@@ -27,7 +27,7 @@ from bateleur.runner.distributed.ranks import Ranks
 from bateleur.runner.models import HybridDecoder
 from bateleur.runner.models.memory_report import packed_change, quantized_parts, weight_sizes
 from bateleur.runner.quantization.config import READERS, check_method, reader_of
-from bateleur.runner.quantization.scan import find_modules
+from bateleur.runner.quantization.module import find_modules
 from bateleur.runner.spec_decode.draft_head import DraftHead
 from bateleur.runner.utils.tensor_files import list_tensors
 

@@ -17,7 +17,7 @@ from bateleur.runner.models.quantized import Layout, QuantizedMatrix, Scheme
 
 triton = pytest.importorskip("triton", reason="triton is not installed")
 
-from bateleur.runner.models.kernels import _weight_tile, dequantized  # noqa: E402
+from bateleur.runner.models.kernels import dequantized  # noqa: E402
 from bateleur.runner.models.kernels import quantized as kernels  # noqa: E402
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -108,7 +108,7 @@ def test_both_conversions_of_e4m3_are_exact(monkeypatch: pytest.MonkeyPatch) -> 
     codes[(codes & 0x7F) == 0x7F] = 0  # NaN
     weight = replace(matrix(SCHEMES["F8 rows"], 2, 128), codes=codes.view(2, 128), scales=torch.ones(2, 1, dtype=bf16))
     for native in (False, True):
-        monkeypatch.setattr(_weight_tile, "cuda_capability_geq", lambda *_, native=native: native)
+        monkeypatch.setattr(dequantized, "cuda_capability_geq", lambda *_, native=native: native)
         assert torch.equal(linear(torch.eye(128), weight).T, codes.view(torch.float8_e4m3fn).float().view(2, 128))
 
 

@@ -15,8 +15,7 @@ from bateleur.runner.models.grouped import GroupedProjection
 from bateleur.runner.models.matrix import Projection, Rows
 from bateleur.runner.models.quantized import Layout, QuantizedMatrix, Scheme
 from bateleur.runner.models.sharding import Cut, WeightShard
-from bateleur.runner.quantization.module import Module, QuantizedReader, check_matrix, check_parts
-from bateleur.runner.quantization.scan import find_modules
+from bateleur.runner.quantization.module import Module, QuantizedReader, check_matrix, check_parts, find_modules
 from bateleur.runner.utils.tensor_files import TensorEntry
 
 

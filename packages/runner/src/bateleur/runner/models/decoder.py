@@ -26,7 +26,7 @@ from bateleur.runner.models.matrix import Projection, empty_projection
 from bateleur.runner.models.mlp import Mlp
 from bateleur.runner.models.norm import RMSNorm
 from bateleur.runner.models.recurrent import Delta, GatedConv, Mamba
-from bateleur.runner.models.residual import Mixer, ResidualLayer
+from bateleur.runner.models.residual import Mixer, ResidualLayer, ResidualStream
 from bateleur.runner.models.rope import RopeSpec, RopeTable
 from bateleur.runner.models.sharding import shard_experts, shard_model
 from bateleur.runner.models.spec import (
@@ -40,7 +40,6 @@ from bateleur.runner.models.spec import (
     ShortConvLayer,
     SingleLayer,
 )
-from bateleur.runner.models.stream import ResidualStream
 
 
 class HybridDecoder:
@@ -101,10 +100,7 @@ class HybridDecoder:
             for state, n in kinds.items()
         ]
         """(layers, *shape) for each parameter of each recurrence: stacked, because all layers are folded at once."""
-        by_layer = [
-            iter([tuple(stack[at] for stack in stacks) for at in range(n)])
-            for stacks, n in zip(self.recurrence_parameters, kinds.values(), strict=True)
-        ]
+        by_layer = (zip(*stacks, strict=True) for stacks in self.recurrence_parameters)
         params = dict(zip(kinds, by_layer, strict=True))
         self._residuals = self.build(spec, self.embedding, list(self._tables), params, self.exchange)
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from bateleur.runner.models.quantized import Layout, QuantizedMatrix, Scheme
 from bateleur.runner.quantization.bits import group_table, signed, unpack_rows
-from bateleur.runner.quantization.fp4 import nvfp4_matrix, nvfp4_scheme, nvfp4_shape
+from bateleur.runner.quantization.floats import nvfp4_matrix, nvfp4_scheme, nvfp4_shape
 from bateleur.runner.quantization.matching import each_object, integer, listed, objects, pair, strings
 from bateleur.runner.quantization.module import Block, Module, QuantizedReader
 from bateleur.runner.utils.arguments import refuse

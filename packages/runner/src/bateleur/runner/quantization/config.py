@@ -5,8 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from bateleur.runner.quantization.compressed_tensors import CompressedTensorsReader
-from bateleur.runner.quantization.fp4 import Mxfp4Reader
-from bateleur.runner.quantization.fp8 import Fp8Reader, ModeloptReader
+from bateleur.runner.quantization.floats import Fp8Reader, ModeloptReader, Mxfp4Reader
 from bateleur.runner.quantization.gptq import AutoRoundReader, AwqReader, GptqReader
 from bateleur.runner.quantization.matching import objects
 from bateleur.runner.quantization.module import QuantizedReader

@@ -30,8 +30,8 @@ from bateleur.runner.models.context import LayerStep
 from bateleur.runner.models.grouped import GroupedProjection
 from bateleur.runner.models.matrix import Projection, empty_projection
 from bateleur.runner.models.norm import RMSNorm
+from bateleur.runner.models.residual import ResidualStream
 from bateleur.runner.models.spec import ModelSpec
-from bateleur.runner.models.stream import ResidualStream
 
 _NO_STEP = cast(Execution[StepContext], None)
 """Only mixers with a recurrent state read it, and no head has one."""

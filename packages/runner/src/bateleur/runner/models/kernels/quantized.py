@@ -15,7 +15,7 @@ import triton.language as tl
 
 from bateleur.metadata.dispatch import cdiv
 from bateleur.runner.models.kernels import dequantized
-from bateleur.runner.models.kernels._weight_tile import weight_tile
+from bateleur.runner.models.kernels.dequantized import weight_tile
 from bateleur.runner.models.kernels.grouped import rows_of_tile
 from bateleur.runner.models.quantized import PACKED, QuantizedMatrix, Scheme
 
