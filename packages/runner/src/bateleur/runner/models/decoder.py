@@ -152,7 +152,7 @@ class HybridDecoder:
         def norm() -> RMSNorm:
             return RMSNorm(spec.hidden_size, spec.norm_eps, like, exact=spec.exact_norms)
 
-        return tuple(ResidualLayer.of(layer, build, norm, spec.residual_multiplier) for layer in spec.layers)
+        return tuple(ResidualLayer.of(spec, i, build, norm) for i in range(len(spec.layers)))
 
     def weights(self) -> dict[str, Tensor]:
         """Return all tensors that a checkpoint fills, by name: `embedding`, `layers.3.norm`, `layers.3.in_proj`, ...
@@ -161,19 +161,15 @@ class HybridDecoder:
         number (`layers.3.1.in_proj`). `lm_head` is missing if the embedding is the output projection.
         """
         named = {"embedding": self.embedding}
-        for i, residual in enumerate(self._residuals):
-            named |= {f"layers.{i}.{name}": weight for name, weight in residual.weights()}
+        for residual in self._residuals:
+            named |= residual.weights()
         named["final_norm"] = self._final_norm.weight
         return named if self.ties_lm_head else named | self.output.tensors("lm_head")
 
     @property
     def matrices(self) -> dict[str, Projection | GroupedProjection]:
         """Projections of all layers, and `lm_head` unless tied to the embedding, by the names of their weights."""
-        named: dict[str, Projection | GroupedProjection] = {
-            f"layers.{i}.{name}": each
-            for i, residual in enumerate(self._residuals)
-            for name, each in residual.matrices.items()
-        }
+        named = {name: each for residual in self._residuals for name, each in residual.matrices.items()}
         return named if self.ties_lm_head else named | {"lm_head": self.output}
 
     @property

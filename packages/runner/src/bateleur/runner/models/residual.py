@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Self
 
@@ -17,7 +17,7 @@ from bateleur.runner.models.matrix import Projection
 from bateleur.runner.models.mlp import Mlp
 from bateleur.runner.models.norm import RMSNorm, Term
 from bateleur.runner.models.recurrent import Delta, GatedConv, Mamba
-from bateleur.runner.models.spec import Layer, ParallelLayer, SingleLayer
+from bateleur.runner.models.spec import ModelSpec, ParallelLayer, SingleLayer
 
 Mixer = Attention | LatentAttention | Mlp | Experts | Mamba | Delta | GatedConv
 _MOST_TERMS = 2
@@ -106,31 +106,35 @@ class ResidualLayer:
     With `norm_last` a branch adds `norm(branch(h))`; with `output_norm` it adds `output_norm(branch(norm(h)))`.
     """
 
+    name: str
+    """Name of the layer in weight names, such as `layers.3`."""
     norm: RMSNorm
     parts: tuple[tuple[str, Mixer, float], ...]
-    """Each mixer with the prefix of its weights' names and the factor on its output."""
+    """Each mixer with the prefix of its weights' names (see `ModelSpec.prefixed`) and the factor on its output."""
     norm_last: bool = False
     output_norm: RMSNorm | None = None
     """Norm of the mixer's output; None for none."""
 
     @classmethod
     def of(
-        cls, layer: Layer, build: Callable[[SingleLayer], Mixer], make_norm: Callable[[], RMSNorm], multiplier: float
+        cls, spec: ModelSpec, i: int, build: Callable[[SingleLayer], Mixer], make_norm: Callable[[], RMSNorm]
     ) -> Self:
-        """Build the layer with branches made by `build`. Weight names of part i of a parallel layer begin with `i.`."""
-        if not isinstance(layer, ParallelLayer):
-            return cls(make_norm(), (("", build(layer), multiplier),))
-        factors = enumerate(zip(layer.parts, layer.factors, strict=True))
-        parts = tuple((f"{i}.", build(part), multiplier * factor) for i, (part, factor) in factors)
-        return cls(make_norm(), parts, layer.norm_last, make_norm() if layer.output_norm else None)
+        """Build layer i of a model with branches made by `build`."""
+        layer, scale = spec.layers[i], spec.residual_multiplier
+        parallel = layer if isinstance(layer, ParallelLayer) else ParallelLayer((layer,))
+        parts = zip(spec.prefixed(i), parallel.factors, strict=True)
+        branches = tuple((prefix, build(part), scale * factor) for (prefix, part), factor in parts)
+        output_norm = make_norm() if parallel.output_norm else None
+        return cls(f"layers.{i}", make_norm(), branches, parallel.norm_last, output_norm)
 
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the names and tensors of weights to load."""
-        yield "input_norm", self.norm.weight
+    def weights(self) -> dict[str, Tensor]:
+        """Return the tensors to load, by weight name."""
+        found = {f"{self.name}.input_norm": self.norm.weight}
         if self.output_norm is not None:
-            yield "output_norm", self.output_norm.weight
+            found[f"{self.name}.output_norm"] = self.output_norm.weight
         for prefix, mixer, _ in self.parts:
-            yield from ((prefix + name, weight) for name, weight in mixer.weights().items())
+            found |= {prefix + name: weight for name, weight in mixer.weights().items()}
+        return found
 
     @property
     def matrices(self) -> dict[str, Projection | GroupedProjection]:

@@ -82,16 +82,16 @@ class MtpHead:
         """Return the tensors to load, by weight name."""
         norms = {name: getattr(self, name).weight for name in ("token_norm", "hidden_norm", "final_norm")}
         named = self.fc_proj.tensors("fc_proj") | norms
-        for i, residual in enumerate(self._residuals):
-            named |= {f"layers.{i}.{name}": weight for name, weight in residual.weights()}
+        for residual in self._residuals:
+            named |= residual.weights()
         return named
 
     @property
     def matrices(self) -> dict[str, Projection | GroupedProjection]:
         """Projections of the head, by the names of their weights."""
         named: dict[str, Projection | GroupedProjection] = {"fc_proj": self.fc_proj}
-        for i, residual in enumerate(self._residuals):
-            named |= {f"layers.{i}.{name}": each for name, each in residual.matrices.items()}
+        for residual in self._residuals:
+            named |= residual.matrices
         return named
 
     def pack(self, *, recorded: bool = False) -> None:
