@@ -154,7 +154,9 @@ class Projection:
         weight = self.weight
         if native.packs(weight):
             self._native, self.stored = native.pack(native.narrowed(weight)), None
-        elif _suits_onednn(weight) and not recorded:
+            return
+        suited = weight.is_cpu and weight.dtype == torch.float32 and weight.numel() >= _FEW_ENTRIES
+        if suited and torch.backends.mkldnn.is_available() and not recorded:
             self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), None)
             self.stored = None
 
@@ -193,11 +195,6 @@ class Rows:
         if isinstance(self.matrix, Projection):
             return self.matrix.tensors(f"{prefix}plain")
         return self.matrix.tensors(prefix)
-
-
-def _suits_onednn(weight: Tensor) -> bool:
-    floats = weight.device.type == "cpu" and weight.dtype == torch.float32
-    return floats and weight.numel() >= _FEW_ENTRIES and torch.backends.mkldnn.is_available()
 
 
 def _padded(tokens: int) -> int:

@@ -103,11 +103,19 @@ class AllHeadsNorm(HeadNorm):
     def over_ranks(self, x: Tensor, queries: int, heads: tuple[int, int], ranks: Ranks) -> Tensor:
         """Return x (T, heads of this rank, size) normalised over the heads of all ranks.
 
-        queries: number of query heads in x. heads: numbers of query and key heads of the whole layer.
+        queries: number of query heads in x. heads: numbers of query and key heads of the whole layer. Several ranks may
+        have the same key heads.
         """
-        parts, lanes = (x[:, :queries].flatten(1), x[:, queries:].flatten(1)), x.shape[2]
-        sizes = heads[0] * lanes, heads[1] * lanes
-        return torch.cat(qk_norm_over_ranks(parts, (self.q, self.k), sizes, self._eps, ranks), 1).view(x.shape)
+        parts = [part.flatten(1).float() for part in (x[:, :queries], x[:, queries:])]
+        sizes = [count * x.shape[2] for count in heads]
+        copies = [ranks.size * part.shape[1] // size for part, size in zip(parts, sizes, strict=True)]
+        squares = torch.stack([part.square().sum(-1) / each for part, each in zip(parts, copies, strict=True)], 1)
+        squares = ranks.sum_(squares)
+        normed = [
+            (part * (squares[:, i : i + 1] / sizes[i] + self._eps).rsqrt_()).to(x.dtype).mul_(weight)
+            for i, (part, weight) in enumerate(zip(parts, (self.q, self.k), strict=True))
+        ]
+        return torch.cat(normed, 1).view(x.shape)
 
     def __call__(self, x: Tensor, queries: int) -> Tensor:
         """Return x (T, heads, size) normalised. The first `queries` heads are queries, the others are keys."""
@@ -145,22 +153,3 @@ def gated_norm_over_ranks(
     if norm_first:
         return gate.mul_(y.mul_(weight)).to(x_TI.dtype)
     return y.to(x_TI.dtype).mul_(weight)
-
-
-def qk_norm_over_ranks(
-    parts: tuple[Tensor, Tensor], weights: tuple[Tensor, Tensor], lanes: tuple[int, int], eps: float, ranks: Ranks
-) -> tuple[Tensor, Tensor]:
-    """Return RMS norms over all queries and over all keys of a token. This rank has some of their elements.
-
-    parts: queries and keys, (T, elements of this rank) each; several ranks may have the same keys. weights: weights of
-    this rank's elements. lanes: numbers of query and key elements per token in the whole layer.
-    """
-    wide = [part.float() for part in parts]
-    copies = [ranks.size * part.shape[1] // count for part, count in zip(parts, lanes, strict=True)]
-    squares = torch.stack([part.square().sum(-1) / each for part, each in zip(wide, copies, strict=True)], 1)
-    squares = ranks.sum_(squares)
-    q, k = (
-        (part * (squares[:, i : i + 1] / lanes[i] + eps).rsqrt_()).to(parts[i].dtype).mul_(weights[i])
-        for i, part in enumerate(wide)
-    )
-    return q, k

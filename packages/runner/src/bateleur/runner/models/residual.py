@@ -31,7 +31,7 @@ class ResidualStream:
     one by one, in the stream's dtype; layers read the stream in the model's dtype.
     """
 
-    __slots__ = ("_dtype", "_h_TM", "_keep_next", "_kept_TM", "_pending", "_shared")
+    __slots__ = ("_dtype", "_h_TM", "_keep_next", "_pending", "_shared", "kept")
 
     def __init__(self, h_TM: Tensor, dtype: torch.dtype) -> None:
         """h_TM: initial residual stream (T, M), written in place. dtype: dtype in which layers read it."""
@@ -39,7 +39,9 @@ class ResidualStream:
         self._pending: list[Term] = []
         self._shared = False
         """Whether `kept` is `_h_TM` itself, so that the next sum must be a new tensor."""
-        self._keep_next, self._kept_TM = False, h_TM
+        self._keep_next = False
+        self.kept = h_TM
+        """Residual stream (T, M) as the layer after `keep` reads it. Later sums do not change it."""
 
     def add(self, y_TM: Tensor, factor: float) -> None:
         """Add `factor * y` to the residual stream. y must not be written to before the stream is next read."""
@@ -68,11 +70,6 @@ class ResidualStream:
         """Save the input of the next layer as `kept`."""
         self._keep_next = True
 
-    @property
-    def kept(self) -> Tensor:
-        """Residual stream (T, M) as the layer after `keep` reads it. Later sums do not change it."""
-        return self._kept_TM
-
     def read(self) -> Tensor:
         """Return the residual stream (T, M) in the layers' dtype. The result may share its memory."""
         self.sum()
@@ -91,7 +88,7 @@ class ResidualStream:
     def _seen(self) -> Tensor:
         seen_TM = self._h_TM.to(self._dtype)
         if self._keep_next:
-            self._kept_TM, self._keep_next, self._shared = seen_TM, False, self._shared or seen_TM is self._h_TM
+            self.kept, self._keep_next, self._shared = seen_TM, False, self._shared or seen_TM is self._h_TM
         return seen_TM
 
     def select(self, tokens: Tensor) -> ResidualStream:
