@@ -45,8 +45,7 @@ def with_quantized(
 ) -> dict[str, TensorEntry]:
     """Return the tensors, with one entry in place of all tensors (codes, scales, ...) of each quantised module.
 
-    spellings: see `find_modules`. Raises ValueError for tensors of an unsupported format, or that do not fit each
-    other.
+    spellings: see `find_modules`. Raises ValueError for an unsupported format, or for tensors that do not fit together.
     """
     if reader is None:
         return dict(tensors)

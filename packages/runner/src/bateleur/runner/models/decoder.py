@@ -229,11 +229,9 @@ class HybridDecoder:
     def run(self, execution: Execution[StepContext], taps: Sequence[int] = ()) -> tuple[Tensor, ...]:
         """Run a step. Returns final hidden states and the residual stream at `taps`, (T, hidden_size) each.
 
-        All results have the model's dtype.
-
-        execution: the step, whose caches are written.
-        taps: layers of the checkpoint (`branches_per_layer` branches each) whose input is returned; the number of
-        layers stands for the last one's output.
+        execution: the step, whose caches are written. taps: layers of the checkpoint (`branches_per_layer` branches
+        each) whose input is returned; the number of layers stands for the last one's output. All results have the
+        model's dtype.
         """
         spec = self.spec
         context = execution.state
@@ -287,10 +285,7 @@ class HybridDecoder:
         return self.ranks.sum_(rows_TM.masked_fill_(absent_T.unsqueeze(1), 0.0))
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Return logits (S, V) float32 of hidden states (S, hidden_size).
-
-        With vocabulary shards, V is this rank's shard.
-        """
+        """Return logits (S, V) float32 of hidden states (S, hidden_size). V: the vocabulary, or this rank's shard."""
         logits_SV = self.output(hidden).float()
         divisor = self.spec.logits_divisor
         return logits_SV if divisor == 1.0 else logits_SV.div_(divisor)

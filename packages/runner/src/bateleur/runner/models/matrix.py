@@ -88,10 +88,7 @@ class Projection:
         return made
 
     def tensors(self, name: str) -> dict[str, Tensor]:
-        """Return the weight under `name`.
-
-        If it is quantised, return codes and scales of its rows under names that begin with `name`.
-        """
+        """Return the weight under `name`, or codes and scales of quantised rows under names that begin with it."""
         if self.pieces:
             held = [each.tensors(f"{name}.{each.first}.") for each in self.pieces]
             return {name: tensor for each in held for name, tensor in each.items()}

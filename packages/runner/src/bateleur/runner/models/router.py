@@ -49,8 +49,7 @@ def route_tokens(
 ) -> tuple[Tensor, Tensor]:
     """Route tokens to experts, see `route`. The kernel prefers NaN, and the lower expert id of equal scores.
 
-    sum_eps: added to the sum that weights are divided by; None: do not divide. groups: number of groups, and of chosen
-    ones.
+    sum_eps: added to the sum that divides weights; None: do not divide. groups: numbers of all and of chosen groups.
     """
     if sigmoid:
         scores_TE = logistic(logits)

@@ -58,7 +58,7 @@ def quantization_fields(path: Path, config: Mapping[str, Any]) -> tuple[Path, Ma
 def read_quantization(path: Path, config: Mapping[str, Any]) -> QuantizedReader | None:
     """Return the reader for the checkpoint folder `path`; None if it is not quantised. config: fields of config.json.
 
-    Raises ValueError for an unsupported quantisation method, or an unsupported option of the method.
+    Raises ValueError as `reader_of`.
     """
     file, fields = quantization_fields(path, config)
     with errors_in(file):
@@ -66,7 +66,7 @@ def read_quantization(path: Path, config: Mapping[str, Any]) -> QuantizedReader 
 
 
 def reader_of(fields: Mapping[str, Any]) -> QuantizedReader:
-    """Return the reader for a `quantization_config`. Raises ValueError as `read_quantization`."""
+    """Return the reader for a `quantization_config`. Raises ValueError for an unsupported method or option."""
     method = _method(fields)
     packing = str(fields.get("packing_format"))
     if method == "auto-round" and "awq" in packing:
