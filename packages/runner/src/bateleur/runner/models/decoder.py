@@ -6,40 +6,24 @@ Shapes: T tokens of all requests, M hidden size, S hidden states that need logit
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import count
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from bateleur.cudagraph.execution import Execution
-from bateleur.mamba import Recurrence
 from bateleur.runner.distributed.expert_parallel import ExpertParallel
 from bateleur.runner.distributed.ranks import ALONE, Ranks
-from bateleur.runner.models.attention import Attention, LatentAttention
 from bateleur.runner.models.context import LayerStep, StepContext
-from bateleur.runner.models.experts import Experts
 from bateleur.runner.models.grouped import GroupedProjection
 from bateleur.runner.models.lora import is_adaptable
 from bateleur.runner.models.matrix import Projection, empty_projection
-from bateleur.runner.models.mlp import Mlp
 from bateleur.runner.models.norm import RMSNorm
-from bateleur.runner.models.recurrent import Delta, GatedConv, Mamba
-from bateleur.runner.models.residual import Mixer, ResidualLayer, ResidualStream
+from bateleur.runner.models.residual import ResidualStream, build_layers
 from bateleur.runner.models.rope import RopeSpec, RopeTable
 from bateleur.runner.models.sharding import shard_experts, shard_model
-from bateleur.runner.models.spec import (
-    AttentionLayer,
-    DeltaLayer,
-    ExpertsLayer,
-    LatentLayer,
-    MambaLayer,
-    MlpLayer,
-    ModelSpec,
-    ShortConvLayer,
-    SingleLayer,
-)
+from bateleur.runner.models.spec import ModelSpec
 
 
 class HybridDecoder:
@@ -102,7 +86,7 @@ class HybridDecoder:
         """(layers, *shape) for each parameter of each recurrence: stacked, because all layers are folded at once."""
         by_layer = (zip(*stacks, strict=True) for stacks in self.recurrence_parameters)
         params = dict(zip(kinds, by_layer, strict=True))
-        self._residuals = self.build(spec, self.embedding, list(self._tables), params, self.exchange)
+        self._residuals = build_layers(spec, self.embedding, list(self._tables), params, self.exchange)
 
     @property
     def peers(self) -> Ranks:
@@ -114,45 +98,6 @@ class HybridDecoder:
         """The option that sets the number of `peers`, and its value, as text for messages."""
         kind = "tensor" if self.exchange is None else "data"
         return f"{kind}_parallel_size is {self.peers.size}"
-
-    @staticmethod
-    def build(
-        spec: ModelSpec,
-        like: Tensor,
-        ropes: Sequence[RopeSpec],
-        params: Mapping[Recurrence, Iterator[tuple[Tensor, ...]]],
-        exchange: ExpertParallel | None = None,
-    ) -> tuple[ResidualLayer, ...]:
-        """Build the layers of `spec` with uninitialised weights.
-
-        like: tensor (any, M); the layers get its width, dtype and device. ropes: rotary embeddings, in the order of
-        `LayerStep.rotary`. params: tensors for the parameters of each recurrence, in the order of its layers.
-        exchange: exchanges tokens with ranks that have other experts, see `Experts`.
-        """
-        num_attention, num_recurrent = count(), count()
-
-        def build(layer: SingleLayer) -> Mixer:
-            match layer:
-                case LatentLayer():
-                    return LatentAttention(layer, like, next(num_attention))
-                case AttentionLayer():
-                    rope = -1 if layer.rope is None else ropes.index(layer.rope)
-                    return Attention(layer, like, next(num_attention), rope)
-                case MambaLayer():
-                    return Mamba(layer, like, next(num_recurrent), next(params[layer.state]))
-                case DeltaLayer():
-                    return Delta(layer, like, next(num_recurrent), next(params[layer.state]))
-                case ShortConvLayer():
-                    return GatedConv(layer, like, next(num_recurrent))
-                case MlpLayer():
-                    return Mlp(layer, like)
-                case ExpertsLayer():
-                    return Experts(layer, like, exchange)
-
-        def norm() -> RMSNorm:
-            return RMSNorm(spec.hidden_size, spec.norm_eps, like, exact=spec.exact_norms)
-
-        return tuple(ResidualLayer.of(spec, i, build, norm) for i in range(len(spec.layers)))
 
     def weights(self) -> dict[str, Tensor]:
         """Return all tensors that a checkpoint fills, by name: `embedding`, `layers.3.norm`, `layers.3.in_proj`, ...

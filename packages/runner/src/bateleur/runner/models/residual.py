@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Self
+from itertools import count
 
 import torch
 from torch import Tensor
 
+from bateleur.mamba import Recurrence
+from bateleur.runner.distributed.expert_parallel import ExpertParallel
 from bateleur.runner.models.attention import Attention, LatentAttention
 from bateleur.runner.models.context import LayerStep
 from bateleur.runner.models.experts import Experts
@@ -17,7 +19,19 @@ from bateleur.runner.models.matrix import Projection
 from bateleur.runner.models.mlp import Mlp
 from bateleur.runner.models.norm import RMSNorm, Term
 from bateleur.runner.models.recurrent import Delta, GatedConv, Mamba
-from bateleur.runner.models.spec import ModelSpec, ParallelLayer, SingleLayer
+from bateleur.runner.models.rope import RopeSpec
+from bateleur.runner.models.spec import (
+    AttentionLayer,
+    DeltaLayer,
+    ExpertsLayer,
+    LatentLayer,
+    MambaLayer,
+    MlpLayer,
+    ModelSpec,
+    ParallelLayer,
+    ShortConvLayer,
+    SingleLayer,
+)
 
 Mixer = Attention | LatentAttention | Mlp | Experts | Mamba | Delta | GatedConv
 _MOST_TERMS = 2
@@ -112,18 +126,6 @@ class ResidualLayer:
     output_norm: RMSNorm | None = None
     """Norm of the mixer's output; None for none."""
 
-    @classmethod
-    def of(
-        cls, spec: ModelSpec, i: int, build: Callable[[SingleLayer], Mixer], make_norm: Callable[[], RMSNorm]
-    ) -> Self:
-        """Build layer i of a model with branches made by `build`."""
-        layer, scale = spec.layers[i], spec.residual_multiplier
-        parallel = layer if isinstance(layer, ParallelLayer) else ParallelLayer((layer,))
-        parts = zip(spec.prefixed(i), parallel.factors, strict=True)
-        branches = tuple((prefix, build(part), scale * factor) for (prefix, part), factor in parts)
-        output_norm = make_norm() if parallel.output_norm else None
-        return cls(f"layers.{i}", make_norm(), branches, parallel.norm_last, output_norm)
-
     def weights(self) -> dict[str, Tensor]:
         """Return the tensors to load, by weight name."""
         found = {f"{self.name}.input_norm": self.norm.weight}
@@ -166,3 +168,50 @@ class ResidualLayer:
         for _, mixer, factor in others:
             y_TM.add_(mixer.forward(x_TM, step), alpha=factor)
         return y_TM
+
+
+def build_layers(
+    spec: ModelSpec,
+    like: Tensor,
+    ropes: Sequence[RopeSpec],
+    params: Mapping[Recurrence, Iterator[tuple[Tensor, ...]]],
+    exchange: ExpertParallel | None = None,
+) -> tuple[ResidualLayer, ...]:
+    """Build the layers of `spec` with uninitialised weights.
+
+    like: tensor (any, M); the layers get its width, dtype and device. ropes: rotary embeddings, in the order of
+    `LayerStep.rotary`. params: tensors for the parameters of each recurrence, in the order of its layers.
+    exchange: exchanges tokens with ranks that have other experts, see `Experts`.
+    """
+    num_attention, num_recurrent = count(), count()
+
+    def build(layer: SingleLayer) -> Mixer:
+        match layer:
+            case LatentLayer():
+                return LatentAttention(layer, like, next(num_attention))
+            case AttentionLayer():
+                rope = -1 if layer.rope is None else ropes.index(layer.rope)
+                return Attention(layer, like, next(num_attention), rope)
+            case MambaLayer():
+                return Mamba(layer, like, next(num_recurrent), next(params[layer.state]))
+            case DeltaLayer():
+                return Delta(layer, like, next(num_recurrent), next(params[layer.state]))
+            case ShortConvLayer():
+                return GatedConv(layer, like, next(num_recurrent))
+            case MlpLayer():
+                return Mlp(layer, like)
+            case ExpertsLayer():
+                return Experts(layer, like, exchange)
+
+    def norm() -> RMSNorm:
+        return RMSNorm(spec.hidden_size, spec.norm_eps, like, exact=spec.exact_norms)
+
+    def residual(i: int) -> ResidualLayer:
+        layer = spec.layers[i]
+        parallel = layer if isinstance(layer, ParallelLayer) else ParallelLayer((layer,))
+        parts = zip(spec.prefixed(i), parallel.factors, strict=True)
+        branches = tuple((prefix, build(part), spec.residual_multiplier * factor) for (prefix, part), factor in parts)
+        output_norm = norm() if parallel.output_norm else None
+        return ResidualLayer(f"layers.{i}", norm(), branches, parallel.norm_last, output_norm)
+
+    return tuple(map(residual, range(len(spec.layers))))

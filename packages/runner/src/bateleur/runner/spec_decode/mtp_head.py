@@ -30,7 +30,7 @@ from bateleur.runner.models.context import LayerStep
 from bateleur.runner.models.grouped import GroupedProjection
 from bateleur.runner.models.matrix import Projection, empty_projection
 from bateleur.runner.models.norm import RMSNorm
-from bateleur.runner.models.residual import ResidualStream
+from bateleur.runner.models.residual import ResidualStream, build_layers
 from bateleur.runner.models.spec import ModelSpec
 
 _NO_STEP = cast(Execution[StepContext], None)
@@ -73,7 +73,7 @@ class MtpHead:
         self.fc_proj = empty_projection(size, 2 * size, like)
         ropes = list(dict.fromkeys(layer.rope for layer in module.attention if layer.rope is not None))
         self._tables = [target.rotary_table(rope) for rope in ropes]
-        self._residuals = HybridDecoder.build(module, like, ropes, {}, exchange)
+        self._residuals = build_layers(module, like, ropes, {}, exchange)
         for index, residual in enumerate(self._residuals):
             if any(isinstance(mixer, Attention) for _, mixer, _ in residual.parts):
                 self._last_tie = index
