@@ -166,9 +166,8 @@ def fill_quantized(projection: Projection | GroupedProjection, part: WeightPart,
     (low, high), *_ = cut.get(0, ((0, len(target.codes)),))
     for e in range(low, high) if part.expert is None else (part.expert,):
         if low <= e < high:
-            one = matrix.rows(slice(e, e + 1)).flat() if part.expert is None else matrix
-            piece = Rows(0, target.rows(slice(e - low, e - low + 1)).flat())
-            _fill((piece,), part, one, cut.get(1), _columns(cut, 2))
+            one = matrix.rows(e) if part.expert is None else matrix
+            _fill((Rows(0, target.rows(e - low)),), part, one, cut.get(1), _columns(cut, 2))
 
 
 def _fill(

@@ -169,7 +169,7 @@ class GroupedProjection:
             return
         if self.quantized is not None:
             whole = self.quantized
-            packed = [Projection.of(whole.rows(slice(e, e + 1)).flat(), self.dtype) for e in range(whole.shape[0])]
+            packed = [Projection.of(whole.rows(e), self.dtype) for e in range(whole.shape[0])]
         else:
             packed = [Projection(each) for each in self.weight]
         for each in packed:

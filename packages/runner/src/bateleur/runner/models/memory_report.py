@@ -53,7 +53,7 @@ def quantized_parts(projection: Projection | GroupedProjection) -> list[Quantize
 
 
 def _first(matrix: QuantizedMatrix) -> QuantizedMatrix:
-    return matrix.rows(slice(0, 1)).flat() if matrix.codes.ndim == 3 else matrix
+    return matrix.rows(0) if matrix.codes.ndim == 3 else matrix
 
 
 def describe_quantized(matrix: QuantizedMatrix, device: torch.device, dtype: torch.dtype) -> str:

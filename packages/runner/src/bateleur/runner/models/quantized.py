@@ -147,13 +147,9 @@ class QuantizedMatrix:
         tensors: dict[str, Any] = {name: change(each) for name, each in self.tensors().items() if name != "index"}
         return replace(self, **tensors)
 
-    def rows(self, rows: slice | Tensor) -> Self:
-        """Return some of the N rows of a matrix (N, K), or some of E matrices; views for a slice."""
+    def rows(self, rows: slice | Tensor | int) -> Self:
+        """Return some of the N rows of a matrix (N, K), or one of E matrices; views unless `rows` is a tensor."""
         return self._changed(lambda each: each[rows])
-
-    def flat(self) -> Self:
-        """Return E matrices (E, N, K) as one matrix (E * N, K)."""
-        return self if self.codes.ndim == 2 else self._changed(lambda each: each.flatten(0, 1))
 
     def cut_columns(self, first: int, end: int) -> Self:
         """Return the columns [first, end) and their scales. Raises ValueError if a byte of two codes would be split."""
