@@ -94,7 +94,7 @@ class Engine:
         """
         if self.model.exchange is not None:  # data-parallel ranks have different caches and requests
             rule = "prefixes in files and comparisons of graphs are of engines whose ranks have the same requests"
-            raise ValueError(f"{self.model.several}; {rule}")
+            raise ValueError(f"data_parallel_size is {self.model.peers.size}; {rule}")
         operation = RunOperation(name, arguments)
         with use_device(self.device):
             self.registry.restore()

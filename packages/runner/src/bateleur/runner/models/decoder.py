@@ -93,12 +93,6 @@ class HybridDecoder:
         """All ranks that take part in a forward pass: tensor-parallel ranks, or ranks that share experts."""
         return self.ranks if self.exchange is None else self.exchange.ranks
 
-    @property
-    def several(self) -> str:
-        """The option that sets the number of `peers`, and its value, as text for messages."""
-        kind = "tensor" if self.exchange is None else "data"
-        return f"{kind}_parallel_size is {self.peers.size}"
-
     def weights(self) -> dict[str, Tensor]:
         """Return all tensors that a checkpoint fills, by name: `embedding`, `layers.3.norm`, `layers.3.in_proj`, ...
 
