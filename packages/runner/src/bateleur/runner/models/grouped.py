@@ -116,7 +116,7 @@ class GroupedProjection:
     def __call__(self, x: Tensor, group_ends: Tensor) -> Tensor:
         """Return (S, rows) for x (S, columns). group_ends: see `grouped_product`."""
         if self.stored is not None:
-            return _grouped_product(x, self.weight, group_ends)
+            return _grouped_product(x, self.weight if self.stored.is_meta else self.stored, group_ends)
         if self.quantized is not None:
             parts = list(self.quantized.tensors().values())
             return quantized_grouped(x, group_ends, parts, self.quantized.scheme.key())

@@ -51,7 +51,7 @@ class Projection:
         if self._native is not None:
             return native.product(x, self._native, bias, self.num_rows)
         if self.stored is not None:
-            return F.linear(x, self.weight, bias)
+            return F.linear(x, self.weight if self.stored.is_meta else self.stored, bias)
         if self.pieces:
             found = [each(x, bias) for each in self.pieces]
             return found[0] if len(found) == 1 else torch.cat(found, 1)
@@ -216,5 +216,8 @@ def empty_projection(rows: int, columns: int, like: Tensor, *, bias: bool = Fals
 
 
 def allocated(weight: Tensor, device: torch.device) -> Tensor:
-    """Return the weight, or uninitialised memory on `device` if it is on another one (`meta`)."""
-    return weight if weight.device == device else torch.empty_like(weight, device=device)
+    """Return the weight, or uninitialised memory for it on `device` if it is on another one (`meta`)."""
+    if weight.device == device:
+        return weight
+    # `empty_like` would import torch's symbolic shapes
+    return torch.empty_strided(weight.shape, weight.stride(), dtype=weight.dtype, device=device)
