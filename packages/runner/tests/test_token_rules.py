@@ -119,14 +119,14 @@ def test_what_rules_hold_follows_what_requests_bring() -> None:
     assert torch.equal(processed.logits[1], logits[1])
     assert (processed.logits[0] > -torch.inf).sum() == len(ids)
     assert processed.logits[0, 25] == logits[0, 25] + 3.0
-    held = [each.numel() for table in rules._biases._on_device() for each in table]
+    held = [each.numel() for table in rules.biases._on_device() for each in table]
     assert sum(held) <= rows * (2 * 3 + 4)
     state.release(4)
     bare = state.process(logits, np.array([3, 4]), np.zeros(2, np.int64)).logits
     assert torch.equal(bare[1], logits[1]), "what a row was allowed before doesn't stay"
     for row in range(rows):
         state.release(row)
-    assert not rules._biases._on_device()
+    assert not rules.biases._on_device()
     state.admit(3, SamplingParams(temperature=0, logit_bias={1: 1.0}), 1, [1])
     bare = state.process(logits, np.array([4, 3]), np.zeros(2, np.int64)).logits
     assert torch.equal(bare[0], logits[0])

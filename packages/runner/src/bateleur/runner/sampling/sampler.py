@@ -155,7 +155,7 @@ class Sampler:
 
     def looks_back(self, rows: Int64s) -> bool:
         """Return whether `process` reads the drafts `before` for these requests."""
-        return bool(self._penalised[rows].any()) or self.rules.looks_back(rows)
+        return bool(self._penalised[rows].any() or self.rules.biases.rows[rows].any())
 
     def scores(self, rows: Int64s) -> bool:
         """Return whether one of these requests needs log probabilities."""
@@ -182,7 +182,7 @@ class Sampler:
 
     def count(self, rows: Int64s, token_ids: Tensor) -> None:
         """Record emitted tokens for penalties and bad words. token_ids: (R, n) int64 on the device, -1 for no token."""
-        self.rules.count(rows, token_ids)
+        self.rules.biases.count(rows, token_ids)
         chosen = np.flatnonzero(self._penalised[rows])
         if not chosen.size:
             return

@@ -48,7 +48,7 @@ class TokenRules:
         self._allowed: Tensor | None = None  # (M, W) int32, all bits in rows that are not limited
         self._shard = shard
         self._first, self._end = (0, vocab_size) if shard is None else (shard.first, shard.end)
-        self._biases = Biases(max_rows, (self._first, self._end), device)
+        self.biases = Biases(max_rows, (self._first, self._end), device)
 
     def admit(
         self, row: int, params: SamplingParams, output: Sequence[int], stops: Sequence[int], words: Words
@@ -62,8 +62,13 @@ class TokenRules:
             self._stop_ids[row] = stops[0]  # fills the rest of the row
             self._stop_ids[row, : len(stops)] = stops
         if params.allowed_token_ids is not None:
-            self._limit(row, params.allowed_token_ids)
-        self._biases.admit(row, params.logit_bias or {}, words, output)
+            if self._allowed is None:
+                shape = (len(self._limited), mask_words(self._vocab_size))
+                self._allowed = torch.full(shape, -1, dtype=torch.int32, device=self._device)
+            words_W = self._upload(words_of(params.allowed_token_ids, self._vocab_size))
+            self._allowed[row].copy_(words_W, non_blocking=True)
+            self._limited[row] = True
+        self.biases.admit(row, params.logit_bias or {}, words, output)
 
     def release(self, row: int) -> None:
         """Remove the token rules in table row `row`, if it has any."""
@@ -72,7 +77,7 @@ class TokenRules:
             assert self._allowed is not None
             self._allowed[row].fill_(-1)
             self._limited[row] = False
-        self._biases.release(row)
+        self.biases.release(row)
 
     def apply(
         self, logits: Tensor, rows: Int64s, num_output_tokens: Int64s, before: Tensor | None, allowed: Tensor | None
@@ -85,7 +90,7 @@ class TokenRules:
             assert self._allowed is not None
             own = self._allowed.index_select(0, self._copies("limited", rows))
             allowed = own if allowed is None else own & allowed
-        biased = self._biases.rows[rows].any()
+        biased = self.biases.rows[rows].any()
         if not (early.size or biased) and allowed is None:
             return logits, None
         ruled = logits.clone(memory_format=torch.contiguous_format)
@@ -98,7 +103,7 @@ class TokenRules:
             # With a number instead of a tensor, some versions of torch wait for the device.
             ruled.index_put_(places, self._never)
         if biased:
-            self._biases.add_(ruled, rows, before)
+            self.biases.add_(ruled, rows, before)
         best = ruled.amax(dim=-1)
         if self._shard is not None:
             best = self._shard.best(best)
@@ -107,28 +112,12 @@ class TokenRules:
     def concern(self, rows: Int64s, num_output_tokens: Int64s) -> bool:
         """Return whether a token rule applies to one of these requests at its number of generated tokens."""
         early = (num_output_tokens < self._min_tokens[rows]).any()
-        return bool(early or self._limited[rows].any() or self._biases.rows[rows].any())
-
-    def looks_back(self, rows: Int64s) -> bool:
-        """Return whether `apply` reads the drafts `before` for one of these requests."""
-        return bool(self._biases.rows[rows].any())
+        return bool(early or self._limited[rows].any() or self.biases.rows[rows].any())
 
     def depends_on_length(self, rows: Int64s, min_lengths: Int32s, max_lengths: Int32s) -> Bools:
         """Return (R,) bool: whether rules may change while a request goes from min to max generated tokens."""
         needed = self._min_tokens[rows]
         return (min_lengths < needed) & (needed <= max_lengths)
-
-    def count(self, rows: Int64s, token_ids: Tensor) -> None:
-        """Record emitted tokens for bad words. token_ids: (R, n) int64 on the device, -1 for no token."""
-        self._biases.count(rows, token_ids)
-
-    def _limit(self, row: int, token_ids: Sequence[int]) -> None:
-        if self._allowed is None:
-            shape = (len(self._limited), mask_words(self._vocab_size))
-            self._allowed = torch.full(shape, -1, dtype=torch.int32, device=self._device)
-        words = self._upload(words_of(token_ids, self._vocab_size))
-        self._allowed[row].copy_(words, non_blocking=True)
-        self._limited[row] = True
 
 
 class _Entries(NamedTuple):
@@ -218,7 +207,7 @@ class Biases:
             logits.view(-1).scatter_add_(0, cells_NJ.flatten(), values_NJ.flatten())
 
     def count(self, rows: Int64s, token_ids: Tensor) -> None:
-        """Record emitted tokens, (R, n) int64 on the device, -1 for no token."""
+        """Record emitted tokens for bad words. token_ids: (R, n) int64 on the device, -1 for no token."""
         chosen = np.flatnonzero(self._follows[rows])
         if not chosen.size:
             return
