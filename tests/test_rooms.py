@@ -25,7 +25,6 @@ PACKAGES = {
 
 ROOMS = (
     *("assets", "utils", "errors", "outputs", "stats", "structured_outputs", "sampling_params"),
-    "generation_config",
     *(
         "distributed",
         "models",

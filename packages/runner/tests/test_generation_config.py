@@ -11,7 +11,7 @@ import pytest
 from bateleur.runner import LLM, SamplingParams
 from bateleur.runner.assets import shipped_model
 from bateleur.runner.cli import generate, main
-from bateleur.runner.generation_config import recommended_sampling
+from bateleur.runner.sampling_params import recommended_sampling
 
 
 def test_it_is_read_as_vllm_reads_it(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from bateleur.runner.cli import serve
 from bateleur.runner.cli.options import ENGINE_OPTIONS as OPTIONS
 from bateleur.runner.cli.options import build_parser, given_options
 from bateleur.runner.cli.vllm_flags import SERVER, check_vllm_flags
-from bateleur.runner.generation_config import recommended_sampling
+from bateleur.runner.sampling_params import recommended_sampling
 from bateleur.runner.utils.vllm_names import ENGINE
 
 FLAGS = (Path(__file__).parent / "vllm_flags.txt").read_text().split()

@@ -19,11 +19,10 @@ from bateleur.runner.engine.memory_profile import needed_bytes
 from bateleur.runner.engine.request_registry import RequestRegistry
 from bateleur.runner.engine.setup import EngineSetup, device_of
 from bateleur.runner.errors import EngineDead
-from bateleur.runner.generation_config import recommended_sampling
 from bateleur.runner.lora.adapter_manager import LoRARequest
 from bateleur.runner.outputs import RequestOutput, RequestOutputKind
 from bateleur.runner.requests.request_group import RequestGroup
-from bateleur.runner.sampling_params import SamplingParams
+from bateleur.runner.sampling_params import SamplingParams, recommended_sampling
 from bateleur.runner.stats import EngineStats, GraphCosts
 from bateleur.runner.text.chat import ChatOptions, render
 from bateleur.runner.text.messages import Message, is_conversation

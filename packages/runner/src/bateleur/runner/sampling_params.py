@@ -1,4 +1,4 @@
-"""Sampling parameters of a request, with vLLM's names."""
+"""Sampling parameters of a request, with vLLM's names, and their defaults in a checkpoint."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import wraps
 from numbers import Integral
+from pathlib import Path
 from typing import Any, cast
 
 from bateleur.runner.outputs import RequestOutputKind
@@ -24,6 +25,7 @@ from bateleur.runner.utils.arguments import (
     shown,
     text,
 )
+from bateleur.runner.utils.json_file import errors_in, read_json
 from bateleur.runner.utils.options import Checked, option
 from bateleur.runner.utils.vllm_names import SAMPLING, drop_unsupported
 
@@ -34,6 +36,13 @@ MAX_CONTINUATIONS = 256
 """Maximum of `n`."""
 MAX_STOP_CHARACTERS = 4096
 """Maximum number of characters in all stop strings of a request: it bounds the memory and time to prepare a search."""
+
+_GENERATION_NAMES = {
+    **{name: name for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")},
+    "max_new_tokens": "max_tokens",
+}
+"""Fields of `generation_config.json`, read as in vLLM, and the sampling parameters that they set."""
+_NOT_SAMPLING = ("do_sample", "eos_token_id", "bos_token_id", "pad_token_id", "transformers_version")
 
 _INT64 = 1 << 63
 _SEED = Integer(-_INT64, _INT64 - 1, rule="an integer of 64 bits, or None")
@@ -214,3 +223,25 @@ def _by_name(init: Callable[..., None]) -> Callable[..., None]:
 
 
 SamplingParams.__init__ = _by_name(SamplingParams.__init__)  # type: ignore[method-assign]
+
+
+def recommended_sampling(
+    folder: Path, generation_config: str = "auto", overrides: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """Return the sampling parameters that a checkpoint folder recommends, by name.
+    generation_config: "auto" reads the file of the folder if there is one, "vllm" reads none, else another folder.
+    overrides: fields of the file or sampling parameters that replace those of the file. Raises ValueError, naming the
+    file, for an invalid value.
+    """
+    source = folder if generation_config == "auto" else Path(generation_config)
+    file = source / "generation_config.json"
+    if generation_config not in ("auto", "vllm") and not file.is_file():
+        refuse("generation_config", generation_config, f"auto, vllm, or a folder with {file.name}")
+    stored = read_json(file) if generation_config != "vllm" and file.is_file() else {}
+    params = {ours: stored[theirs] for theirs, ours in _GENERATION_NAMES.items() if stored.get(theirs) is not None}
+    given = {_GENERATION_NAMES.get(name, name): value for name, value in (overrides or {}).items()}
+    params_and_given = params | {name: value for name, value in given.items() if name not in _NOT_SAMPLING}
+    for origin, values in ((str(file), params), ("override_generation_config", params_and_given)):
+        with errors_in(origin):
+            SamplingParams.from_dict(values)
+    return params_and_given

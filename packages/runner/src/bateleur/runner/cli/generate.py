@@ -16,9 +16,8 @@ from bateleur.runner.cli.console import DecodeRate, print_graph_costs, print_sta
 from bateleur.runner.cli.line_formats import NativeFormat, OpenAIBatchFormat
 from bateleur.runner.cli.options import ENGINE_OPTIONS, given_options
 from bateleur.runner.cli.request_file import RequestFile
-from bateleur.runner.generation_config import recommended_sampling
 from bateleur.runner.replicas.config import ReplicaConfig
-from bateleur.runner.sampling_params import SamplingParams
+from bateleur.runner.sampling_params import SamplingParams, recommended_sampling
 from bateleur.runner.serve.config import ServeConfig, served_names
 from bateleur.runner.serve.parsers.options import ParserOptions
 from bateleur.runner.utils.arguments import refuse

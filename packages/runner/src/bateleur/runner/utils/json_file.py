@@ -8,12 +8,12 @@ from typing import Any
 
 
 @contextmanager
-def errors_in(file: object) -> Iterator[None]:
-    """Put the name of a file in front of the message of a ValueError that the `with` block raises."""
+def errors_in(source: object) -> Iterator[None]:
+    """Put the name of a file or an argument in front of the message of a ValueError that the `with` block raises."""
     try:
         yield
     except ValueError as error:
-        raise ValueError(f"{file}: {error}") from error
+        raise ValueError(f"{source}: {error}") from error
 
 
 def read_json(path: Path) -> dict[str, Any]:
