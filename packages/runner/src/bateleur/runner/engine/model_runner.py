@@ -2,8 +2,9 @@
 
 # Shape letters: T tokens of a step, D hidden size.
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from time import perf_counter
 from typing import Any
@@ -23,7 +24,6 @@ from bateleur.cudagraph import (
     VerifyReport,
 )
 from bateleur.eagle import Drafter, EagleSpeculator
-from bateleur.eagle.passes import DraftState
 from bateleur.runner.cache.tensors import Caches, zero_fresh_blocks
 from bateleur.runner.distributed.agreement import check_equal_steps
 from bateleur.runner.engine.setup import EngineSetup
@@ -52,8 +52,7 @@ class ModelRunner:
         self.model, limits, device = setup.model, setup.limits, setup.model.device
         checks, num_drafts = setup.graphs.checks, limits.num_speculative_tokens
         pool = None if setup.adapters is None else setup.adapters.pool
-        scan = setup.prompt_scan
-        self.model_state = ModelState(self.model, caches, setup.backend, limits, scan, checks, pool)
+        self.model_state = ModelState(self.model, caches, setup.backend, limits, setup.prompt_scan, checks, pool)
         self.sampler = Sampler(limits.max_num_seqs, self.model.spec.vocab_size, device, self.model.shard)
         self.producer = StepProducer(self.model_state, table.blocks)
         drafter = self._make_drafter()
@@ -121,8 +120,8 @@ class ModelRunner:
                 self._end_dummy(staged, num_reqs, query_len)
 
     def run_largest(self) -> None:
-        """Run the steps that allocate most memory. No request or cache is changed. These are prompts with
-        `max_num_batched_tokens` tokens, then the decode of every request with all its drafts, up to verification.
+        """Run the steps that allocate most memory: prompts with `max_num_batched_tokens` tokens, then the decode of
+        every request with all its drafts, up to verification. No request or cache is changed.
         """
         limits = self.setup.limits
         with torch.inference_mode():
@@ -181,6 +180,10 @@ class ModelRunner:
     @property
     def graph_reports(self) -> dict[str, CaptureReport]:
         """Capture report of each graph manager, by the part of a step that its graphs run."""
+        return {name: manager.report for name, manager in self._managers.items()}
+
+    @property
+    def _managers(self) -> dict[str, CudaGraphManager[Any, Any]]:
         managers: dict[str, CudaGraphManager[Any, Any] | None] = {
             "forward": self.graphs.manager,
             "end": self.ends.manager,
@@ -188,24 +191,29 @@ class ModelRunner:
             "draft chain": None if self.head is None else self.head.decode,
             "proposal": None if self.proposer is None or self.proposer.graphs is None else self.proposer.graphs.manager,
         }
-        return {name: manager.report for name, manager in managers.items() if manager is not None}
+        return {name: manager for name, manager in managers.items() if manager is not None}
 
     def verify_graphs(self, fuzz: int) -> VerifyReport:
         """Compare replays with eager runs on `fuzz` random steps for each graph. Raises ValueError without graphs."""
-        written, reports = self.producer.written, {"forward": self.graphs.verify(fuzz)}
-        if self.ends.manager is not None:
-            reports["end"] = self.ends.verify(fuzz, written)
-        if (head := self.head) is not None:
-
-            def written_by_pass(state: DraftState) -> dict[str, Tensor]:
-                return written_by(head, state.batch.block_tables[0])
-
-            with torch.inference_mode():
-                for name, manager in (("first draft pass", head.prefill), ("draft chain", head.decode)):
-                    if manager is not None:
-                        reports[name] = manager.verify(fuzz=fuzz, extra_tensors=written_by_pass)
-        if self.proposer is not None and self.proposer.graphs is not None:
-            reports["proposal"] = self.proposer.graphs.verify(fuzz, written)
+        if self.graphs.manager is None:
+            raise ValueError("cudagraph_mode: there are no graphs to verify; choose a mode that captures some")
+        step, head, rtol = self.producer.written, self.head, dict[str, float]()
+        written: dict[str, Callable[[Any], dict[str, Tensor]]] = {
+            "forward": step,
+            "end": lambda state: step(state.context) | self.ends.written(state.context),
+        }
+        if head is not None:
+            own = partial(written_by, head)
+            for name in ("first draft pass", "draft chain"):
+                written[name] = lambda state: own(state.batch.block_tables[0])
+        if self.proposer is not None and (graphs := self.proposer.graphs) is not None:
+            written["proposal"] = lambda state: step(state.context) | graphs.written(state.context)
+            rtol["proposal"] = graphs.rtol
+        with torch.inference_mode():
+            reports = {
+                name: manager.verify(fuzz=fuzz, rtol=rtol.get(name), extra_tensors=written[name])
+                for name, manager in self._managers.items()
+            }
         return VerifyReport.join(reports)
 
     def admit(self, admitted: Sequence[Request]) -> None:
@@ -238,7 +246,7 @@ class ModelRunner:
 
     def execute_model(self, batch: StepBatch, marks: StepMarks) -> tuple[StagedStep, Tensor, tuple[Tensor, ...]]:
         """Stage a step and run its forward pass. Returns the staged step, its hidden states (tokens, hidden size), and
-        the features that a draft head reads. marks: the end times of both parts are appended to it.
+        the features that a draft head reads.
         """
         staged = self._stage(batch)
         marks.append(("stage", perf_counter()))

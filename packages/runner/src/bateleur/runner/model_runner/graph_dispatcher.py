@@ -20,7 +20,6 @@ from bateleur.cudagraph import (
     Phase,
     Producer,
     UnpaddedBatch,
-    VerifyReport,
 )
 from bateleur.cudagraph.backends import get_backend
 from bateleur.eagle import DraftPolicy, EagleSpeculator, UniformPolicy
@@ -205,13 +204,6 @@ class GraphDispatcher:
             return self._body(Execution(None, staged.state))
         assert self.manager is not None
         return self.manager.replay(staged.key, staged)
-
-    def verify(self, fuzz: int) -> VerifyReport:
-        """Check on `fuzz` random steps that replays equal eager runs. Raises ValueError without graphs."""
-        if self.manager is None:
-            raise ValueError("cudagraph_mode: there are no graphs to verify; choose a mode that captures some")
-        with torch.inference_mode():
-            return self.manager.verify(fuzz=fuzz, extra_tensors=self._producer.written)
 
     def _body(self, execution: Execution[StepContext]) -> tuple[Tensor, ...]:
         return self.model.run(execution, self._taps)

@@ -4,7 +4,7 @@
 # row at most, D hidden size.
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from types import MappingProxyType
@@ -24,7 +24,6 @@ from bateleur.cudagraph import (
     Phase,
     ReplayChecks,
     StagedBatch,
-    VerifyReport,
 )
 from bateleur.cudagraph.backends import get_backend
 from bateleur.metadata import CommonAttentionMetadata
@@ -139,10 +138,9 @@ def variant_keys(
 def graphs_after(
     forward: Forward, variants: Sequence[str | int], options: GraphOptions, device: torch.device
 ) -> CudaGraphManager[Any, Tensor]:
-    """Return a manager for graphs after each captured graph of `forward` with equal query lengths, one per variant.
-    Its dispatcher makes no decision: what follows a forward pass runs on the key of that pass.
-    """
+    """Return a manager for graphs after each captured graph of `forward` with equal query lengths, one per variant."""
     keys = variant_keys([key for key in forward.dispatcher.keys if key in forward.ready], variants)
+    # It makes no decision: what follows a forward pass runs on the key of that pass.
     dispatcher = CudagraphDispatcher(CudaGraphMode.FULL, keys, MappingProxyType({}))
     return CudaGraphManager(dispatcher, get_backend(options.backend, device), checks=options.checks)
 
@@ -223,20 +221,13 @@ class SampleStep:
         captured = all(each in self.manager.ready for each in variant_keys((key,), KINDS))
         return SampleDispatchReason.GRAPH if captured else SampleDispatchReason.NOT_READY
 
-    def verify(self, fuzz: int, written: Callable[[StepContext], Mapping[str, Tensor]]) -> VerifyReport:
-        """Check that replays equal eager runs on random steps. written: returns the parts of caches that may change."""
-
-        def also(state: SampleState) -> dict[str, Tensor]:
-            rows, count = self.sampler.rows, state.context.batch.num_actual_reqs
-            own = {"next": rows.next_ids[:-1], **self._model_state.carried()}
-            if self._lengths is not None:
-                own["lengths"] = self._lengths.computed
-            own |= {"emitted": rows.emitted[:count], "num_valid": rows.num_valid[:count]}
-            return {**written(state.context), **own}
-
-        assert self.manager is not None
-        with torch.inference_mode():
-            return self.manager.verify(fuzz=fuzz, extra_tensors=also)
+    def written(self, context: StepContext) -> dict[str, Tensor]:
+        """Return the tensors outside of the caches that the end of a step may change."""
+        rows, count = self.sampler.rows, context.batch.num_actual_reqs
+        found = {"next": rows.next_ids[:-1], **self._model_state.carried()}
+        if self._lengths is not None:
+            found["lengths"] = self._lengths.computed
+        return found | {"emitted": rows.emitted[:count], "num_valid": rows.num_valid[:count]}
 
     def _body(self, execution: Execution[SampleState]) -> Tensor:
         assert execution.key is not None
