@@ -59,9 +59,8 @@ class Engine:
         self.registry = RequestRegistry(self.scheduler, self._outputs, forget, setup.adapters)
         self._reports: list[Request] = []
         self._timed: StepInFlight | None = None
-        """Step whose time the draft policy has not observed yet."""
+        """Step whose time, `_seconds`, the draft policy has not observed yet."""
         self._seconds = 0.0
-        """Time of that step."""
 
     def _make_scheduler(self) -> Scheduler:
         plan, pool, pages = self.setup.cache_plan, self.caches.blocks, self.caches.pages
@@ -203,9 +202,7 @@ class Engine:
         registry.consistent = True
 
     def _launch(self, marks: StepMarks) -> StepInFlight | None:
-        """Launch the next step on the device, which may still run the step before. None if there is nothing to run.
-        marks: list to which the end times of the parts of a step are appended.
-        """
+        """Launch the next step on the device, which may still run the step before. None if there is nothing to run."""
         batch = self._schedule()
         if batch is None:
             return None
@@ -217,7 +214,7 @@ class Engine:
             if self.setup.async_scheduling:  # what may be sampled depends on the tokens before
                 if self.registry.in_flight:
                     self._collect(marks)
-                runner.grammars.check_drafts(batch)
+                runner.grammars.check_drafts(batch.with_grammar)
             allowed = runner.grammars.allowed(batch)
         ended = runner.ends.run(batch, staged, hidden, allowed)
         launched = StepInFlight(

@@ -52,22 +52,17 @@ class GrammarMasks:
         Under acceptance rules other than COUPLED the first forbidden draft stays, too, and is rejected.
         """
         table = self._table
-        for request, known in self._look(None):
+        for request, known in self.check_drafts(None):
             row, allowed = request.row, self._drafts[request]
             table.num_drafts[row] = min(len(known), len(allowed) + self._rejected)
             if not self._graphed:
                 table.num_draft_slots[row] = table.num_drafts[row]
 
-    def check_drafts(self, batch: StepBatch) -> None:
-        """Check the drafts of a step that runs already (async scheduling).
-        Forbidden drafts stay in the step, and are rejected because of the masks.
-        """
-        self._look(batch.with_grammar)
-
-    def _look(self, requests: list[Request] | None) -> list[tuple[Request, list[int]]]:
+    def check_drafts(self, requests: list[Request] | None) -> list[tuple[Request, list[int]]]:
         """Set `_drafts` to the drafts that grammars allow. Returns each request that has drafts, with all of them.
-        Waits until all proposed drafts are on the host. A request that skips a step keeps its drafts. requests: None
-        for all that have drafts.
+        Waits until all proposed drafts are on the host. Forbidden drafts of a step that runs already (async scheduling)
+        stay in it, and the masks reject them. A request that skips a step keeps its drafts. requests: None for all that
+        have drafts.
         """
         proposed, self._proposed = self._proposed, []
         for owners, fetched in proposed:
