@@ -60,7 +60,10 @@ class PrefixCache:
         self._table, self._blocks, self._states = table, blocks, states
         self.num_lookahead_tokens = int(lookahead)
         """Tokens after a prefix that its last block depends on."""
-        self._compute_keys = PrefixKeys.blocks_with_lookahead if lookahead else PrefixKeys.blocks
+        self.block_keys = PrefixKeys.blocks_with_lookahead if lookahead else PrefixKeys.blocks
+        """block_keys(keys, ids, first, end) returns the keys of blocks `first` to `end - 1` of the tokens `ids`. With
+        `lookahead`, `ids` must include the token after these blocks.
+        """
         self.block_size = block_size
         self.offload_tiers: _OffloadTiers | None = None
         self.granularity = block_size if states is None else states.block_size
@@ -101,8 +104,7 @@ class PrefixCache:
 
     def find(self, keys: PrefixKeys, ids: Int32s, max_tokens: int, tiers: _OffloadTiers | None = None) -> Hit:
         """Return the longest cached prefix of at most `max_tokens` of the tokens `ids`. Adds no references to blocks.
-        keys: computes the cache keys of the request. tiers: blocks and states in these tiers count as cached, too; only
-        the result's `num_tokens` is then valid.
+        tiers: blocks and states in these tiers count as cached, too; only the result's `num_tokens` is then valid.
         """
         longest = max_tokens // self.granularity * self.granularity
         if not longest:
@@ -132,12 +134,6 @@ class PrefixCache:
         if not longest:
             return Hit(0, [], 0, "no request computed this prefix, or it was evicted")
         return Hit(longest, blocks[: longest // self.block_size], page)
-
-    def block_keys(self, keys: PrefixKeys, ids: Int32s, first: int, end: int) -> list[bytes]:
-        """Return the keys of blocks `first` to `end - 1` of `ids`.
-        With `lookahead` (see the class), `ids` must include the token after these blocks.
-        """
-        return self._compute_keys(keys, ids, first, end)
 
     def insert(self, requests: Sequence[Request], rows: Int64s, before_R: Int32s, after_R: Int32s) -> None:
         """Add the KV blocks and states that a step completed to the prefix cache, and free states no longer needed.

@@ -46,8 +46,12 @@ class PrefixOffload:
         if prefixes is None:
             return
         shared = DeviceCache.of(prefixes, caches, draft_kv)
-        layout = PrefixLayout(setup, shared)
-        self._handover = PrefixTransfer(shared, layout.get, ranks)
+        # Right after the weights are loaded, so that the files are the same ones.
+        self._setup, self._shared, self._files = setup, shared, {"weights": WeightFiles.of(setup.folder)}
+        if isinstance(setup.drafter, DraftHead):
+            self._files["draft"] = WeightFiles.of(setup.drafter.report.path)
+        self._layout: RowLayout | None = None
+        self._handover = PrefixTransfer(shared, self._exported_layout, ranks)
         if (sizes := setup.host) is None:
             return
         stats.offload = OffloadStats(sizes.num_bytes)
@@ -55,7 +59,7 @@ class PrefixOffload:
             prefixes.offload_tiers = offload_tiers = HostTier.of(shared, sizes, setup.model.device, stats.offload)
         if setup.disk is not None:
             path, limit = setup.disk
-            folder = DiskFolder(path, layout.get(make_folder(path)), limit, ranks.local[1])
+            folder = DiskFolder(path, self._exported_layout(make_folder(path)), limit, ranks.local[1])
             blocks, pages = offload_tiers.blocks, offload_tiers.pages
             offload_tiers.disk = self.disk = DiskTier(folder, shared, blocks, pages, ranks)
 
@@ -66,21 +70,12 @@ class PrefixOffload:
             raise ValueError("enable_prefix_caching is False; there are no prefixes to export or import")
         return self._handover
 
-
-class PrefixLayout:
-    """The layout of an engine's exported prefixes, computed on first use because that reads all weights."""
-
-    def __init__(self, setup: EngineSetup, cache: DeviceCache) -> None:
-        """Record the weight files; must be called right after the weights are loaded."""
-        self._setup, self._cache, self._files = setup, cache, {"weights": WeightFiles.of(setup.folder)}
-        if isinstance(setup.drafter, DraftHead):
-            self._files["draft"] = WeightFiles.of(setup.drafter.report.path)
-        self._layout: RowLayout | None = None
-
-    def get(self, digest_folder: Path | None = None) -> RowLayout:
-        """Return the layout. digest_folder: folder that caches digests of weights."""
+    def _exported_layout(self, digest_folder: Path | None = None) -> RowLayout:
+        """Return the layout of exported prefixes. It is computed on first use, because that reads all weights.
+        digest_folder: folder that caches digests of weights.
+        """
         if self._layout is None:
-            prefixes, blocks, pages = self._cache.prefixes, self._cache.blocks, self._cache.pages
+            prefixes, blocks, pages = self._shared.prefixes, self._shared.blocks, self._shared.pages
             weights = {name: self._digest(files, digest_folder) for name, files in self._files.items()}
             self._layout = RowLayout(
                 {"draft": "none"} | weights | _fields(self._setup),
