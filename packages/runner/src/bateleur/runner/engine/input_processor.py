@@ -36,6 +36,7 @@ from bateleur.runner.utils.arguments import (
     shown,
     text,
 )
+from bateleur.runner.utils.json_file import errors_in
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 """Text, token ids, or a mapping with `prompt`, `prompt_token_ids` or both; then the ids run, and the text is shown."""
@@ -90,13 +91,9 @@ class InputProcessor:
             refuse("priority", priority, "0 under scheduling_policy 'fcfs'; with 'priority' lower numbers go first")
         words, ids = self._tokens_of(prompt)
         ids = self._cut(ids, params)
-        stop_ids = frozenset(
-            (
-                *params.stop_token_ids,
-                *(() if params.ignore_eos else self._spec.eos_token_ids),
-                *(self._special[text] for text in params.stop if text in self._special),
-            )
-        )
+        ends = () if params.ignore_eos else self._spec.eos_token_ids
+        special = (self._special[text] for text in params.stop if text in self._special)
+        stop_ids = frozenset((*params.stop_token_ids, *ends, *special))
         limit = self._admit(ids, params, stop_ids)
         bad_words = bad_words_token_ids(params.bad_words, self._tokenizer, self._spec.vocab_size, limit - len(ids))
         matchers = self._matchers(params, stop_ids)
@@ -123,9 +120,7 @@ class InputProcessor:
         priority: Sequence[int] | int | None = None,
         lora_request: OneOrMoreAdapters = None,
     ) -> list[RequestGroup]:
-        """Create a request for each prompt, see `request`.
-        Parameters, priorities and adapters are one for all prompts, or a sequence with one for each.
-        """
+        """Create a request for each prompt; parameters, priorities and adapters are one for all, or one for each."""
         listed = as_prompts(prompts)
         params = self.default_params if params is None else params
         each_params = _for_each(listed, "sampling_params", params, SamplingParams, _PARAMS)
@@ -135,10 +130,8 @@ class InputProcessor:
         for index, (prompt, own, first, adapter) in enumerate(
             zip(listed, each_params, priorities, adapters, strict=True)
         ):
-            try:
+            with errors_in(f"prompts[{index}]"):
                 request = self.request(prompt, own, kind=kind, priority=first, taken=taken, lora_request=adapter)
-            except ValueError as error:
-                raise ValueError(f"prompts[{index}]: {error}") from error
             requests.append(request)
         return requests
 
@@ -182,7 +175,6 @@ class InputProcessor:
     def _matchers(
         self, params: SamplingParams, stop_token_ids: frozenset[int], *, already_compiled: bool = False
     ) -> list[Matcher | None]:
-        """Return one grammar matcher for each continuation. already_compiled: see `Grammars.matcher`."""
         asked = params.structured_outputs
         if not isinstance(asked, StructuredOutputsParams):
             return [None] * params.n
@@ -190,8 +182,7 @@ class InputProcessor:
         return [make() for _ in range(params.n)]
 
     def _counted(self, params: SamplingParams) -> SamplingParams:
-        """Return the parameters with the vocabulary size in place of -1 as number of log probabilities."""
-        names = ("logprobs", "prompt_logprobs")
+        names = ("logprobs", "prompt_logprobs")  # -1 is all tokens
         all_tokens: dict[str, Any] = {name: self._spec.vocab_size for name in names if getattr(params, name) == -1}
         return replace(params, **all_tokens) if all_tokens else params
 
@@ -204,7 +195,6 @@ class InputProcessor:
         return ids[-most:] if params.truncation_side == "left" else ids[:most]
 
     def _tokens_of(self, prompt: Any) -> tuple[str | None, list[int]]:
-        """Return the text of a prompt, or None, and its token ids. If both are given, the engine runs the ids."""
         name = "prompt"
         if isinstance(prompt, Mapping):
             if foreign := [each for each in ("multi_modal_data", "multi_modal_uuids") if prompt.get(each)]:

@@ -2,7 +2,7 @@
 
 # Shape letters: S rows that sample, J tokens of a row at most.
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import takewhile
 from time import perf_counter
 from typing import Any, NamedTuple
@@ -57,7 +57,11 @@ class OutputProcessor:
 
     def admit(self, admitted: Sequence[Request], running: Sequence[Request]) -> None:
         """Record start time and stop tokens of requests that just got a table row. running: all running requests."""
-        self._record_start(admitted)
+        now = perf_counter()
+        for request in admitted:
+            if not request.times.first_scheduled_time:
+                request.times.first_scheduled_time = now
+                self._stats.histograms.request_queue_time_seconds.observe(now - request.times.arrival_time)
         known, ends = self._stops
         if all(request.stop_token_ids <= known for request in admitted):
             return
@@ -160,13 +164,6 @@ class OutputProcessor:
         if params.detokenize:
             text = decode_all(self._tokenizer, ids, request.prompt_token_ids, skip_special_tokens=skip)
         request.output.text = text
-
-    def _record_start(self, requests: Iterable[Request]) -> None:
-        now = perf_counter()
-        for request in requests:
-            if not request.times.first_scheduled_time:
-                request.times.first_scheduled_time = now
-                self._stats.histograms.request_queue_time_seconds.observe(now - request.times.arrival_time)
 
     def _record_tokens(
         self, requests: Sequence[Request], rows: Int64s, num_taken: Int64s, present: Bools | None
