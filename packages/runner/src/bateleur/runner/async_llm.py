@@ -36,10 +36,8 @@ class AsyncLLM:
     After three failures in a row the engine is dead: `error` has the cause, and current and later requests raise
     EngineDead.
 
-    model, options: arguments of `LLM`.
-    max_queued_requests: maximum number of waiting requests; one more raises QueueFull.
-
-    Raises ValueError as `LLM` does.
+    model, options: arguments of `LLM`. max_queued_requests: maximum number of waiting requests; one more raises
+    QueueFull. Raises ValueError as `LLM` does.
     """
 
     def __init__(self, /, model: str | Path | None = None, *, max_queued_requests: int = 1024, **options: Any) -> None:
@@ -54,7 +52,7 @@ class AsyncLLM:
         self._closing = False
         self._admission_limit = self._thread.admission_limit
         self._executors = {name: ThreadPoolExecutor(most, f"bateleur-{name}") for name, most in _THREADS.items()}
-        self._end = weakref.finalize(self, self._thread.stop_and_join)
+        weakref.finalize(self, self._thread.stop_and_join)
 
     @property
     def error(self) -> BaseException | None:

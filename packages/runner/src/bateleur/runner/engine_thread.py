@@ -229,9 +229,6 @@ class EngineThread(Thread):
             self._make = None
         self.llm.on_fault(self._on_rank_fault)
         self._made.set_result(None)
-        self._serve()
-
-    def _serve(self) -> None:
         try:
             while not self._stopping and self._run_once():
                 pass

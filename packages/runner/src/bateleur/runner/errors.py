@@ -125,12 +125,10 @@ class AdaptersBusy(ValueError):
 
 
 class ContextLengthExceeded(ValueError):
-    """A prompt leaves no room for an output token within `max_model_len`. The message has the phrases that clients
-    search for: "maximum context length is N tokens", "reduce the length of the messages".
-    """
+    """A prompt leaves no room for an output token within `max_model_len`. length: such as "3000 tokens"."""
 
     def __init__(self, length: str, max_model_len: int) -> None:
-        """length: prompt length, such as "3000 tokens"."""
+        # Clients search for "maximum context length is N tokens" and "reduce the length of the messages".
         super().__init__(
             f"prompt has {length}; this model's maximum context length is {max_model_len} tokens (max_model_len), the "
             "output included: reduce the length of the messages or of the prompt"

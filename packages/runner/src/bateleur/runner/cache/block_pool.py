@@ -48,9 +48,7 @@ class BlockPool:
         return len(self._keys)
 
     def allocate(self, count: int) -> list[int]:
-        """Return `count` blocks with one reference each. Evicts blocks from the prefix cache if needed.
-        The caller must have checked `num_free`.
-        """
+        """Return `count` <= `num_free` blocks with one reference each, evicted from the prefix cache if needed."""
         assert 0 <= count <= self.num_free, f"{count} blocks wanted, {self.num_free} free"
         if count == 0:
             return []

@@ -159,9 +159,7 @@ def plan_caches(
 
 
 def _shortened(plan: CachePlan, limits: EngineLimits, numbers: str, *, chosen: bool) -> CachePlan:
-    """Return the plan with `max_model_len` lowered to what its KV blocks hold, and warn with the text `numbers`.
-    Raises ValueError if the user chose `max_model_len` (`chosen`), or if less than one step's tokens fit.
-    """
+    """Return the plan with `max_model_len` lowered to what its KV blocks hold, and warn with the text `numbers`."""
     fits, wanted, least = plan.num_tokens, limits.max_model_len, limits.max_query_len + 1
     if chosen or fits < least:
         fix = f"set max_model_len to at most {fits}, or " if fits >= least else ""
@@ -195,11 +193,9 @@ def _losses(plan: CachePlan, num_reqs: int, share: bool, rows_chosen: bool) -> l
 
 
 def _rows_beside_keys(costs: CacheCosts, limits: EngineLimits, budget_bytes: int, length_chosen: bool) -> int:
-    """Return `max_num_seqs`, halved until the KV cache of the longest request fits in addition to the states.
-    If the user did not choose the length, half of the memory is enough for these keys and values.
-    """
+    """Return `max_num_seqs`, halved until the KV cache of the longest request fits in addition to the states."""
     longest = (1 + -(-limits.max_model_len // costs.options.block_size)) * costs.block_bytes
-    keys = longest if length_chosen else min(longest, budget_bytes // 2)
+    keys = longest if length_chosen else min(longest, budget_bytes // 2)  # `max_model_len` may be lowered
     room, rows = budget_bytes - keys, limits.max_num_seqs
     while rows > 1 and costs.fixed_bytes(rows) > room:
         rows //= 2

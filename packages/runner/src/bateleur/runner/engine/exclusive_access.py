@@ -23,7 +23,6 @@ class ExclusiveAccess:
         self.holder: int | None = None
         """The thread that is in a call."""
         self.closed = False
-        """Whether further calls are rejected."""
         self._process = os.getpid()
 
     def check_process(self) -> None:

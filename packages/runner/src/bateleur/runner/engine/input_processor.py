@@ -195,6 +195,7 @@ class InputProcessor:
         return ids[-most:] if params.truncation_side == "left" else ids[:most]
 
     def _tokens_of(self, prompt: Any) -> tuple[str | None, list[int]]:
+        """Return the text of a prompt, or None, and its token ids. If both are given, the engine runs the ids."""
         name = "prompt"
         if isinstance(prompt, Mapping):
             if foreign := [each for each in ("multi_modal_data", "multi_modal_uuids") if prompt.get(each)]:

@@ -126,9 +126,7 @@ class RequestRegistry:
                 self.report(request)
 
     def sending(self, message: Message) -> AbstractContextManager[None]:
-        """Return a context that sends a message to the other ranks, if there are any.
-        Apply the message to this rank inside the context.
-        """
+        """Return a context that sends a message to the other ranks; apply it to this rank inside the context."""
         return nullcontext() if self.send is None else self.send(message)
 
     def report(self, request: Request) -> None:

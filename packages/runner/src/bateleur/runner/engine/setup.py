@@ -61,9 +61,7 @@ class EngineSetup:
     policy: DraftPolicy
     rule: Rule
     async_scheduling: bool = False
-    """Whether a step is launched before the results of the previous step are known."""
     prompt_scan: PromptScan = PromptScan.OWN
-    """Implementation of delta rules for prompts."""
     host: HostSizes | None = None
     """Sizes of the host-memory tier; None without offloading."""
     disk: tuple[Path, int | None] | None = None
@@ -79,14 +77,10 @@ class EngineSetup:
     @classmethod
     def of(cls, config: EngineConfig, measure: Callable[[EngineSetup], int], ranks: Ranks = ALONE) -> EngineSetup:
         """Open and load the model of `config`, or this rank's part of it, and choose the sizes of the caches.
-
         Caches get `kv_cache_memory_bytes` if that is given. By default they get a quarter of main memory on a CPU, and
         on a GPU the memory that is left of `gpu_memory_utilization`.
-
         measure: returns the bytes that an engine of a setup needs on a GPU in addition to weights and caches; pass
-        `memory_profile.needed_bytes`.
-
-        Raises ValueError for options that do not fit together, see `LLM`.
+        `memory_profile.needed_bytes`. Raises ValueError for options that do not fit together, see `LLM`.
         """
         device = device_of(config, ranks)
         layers, data = (ranks, ALONE) if config.parallel.data_parallel_size == 1 else (ALONE, ranks)
@@ -159,7 +153,6 @@ class _CacheSizes:
     data: Ranks
 
     def sized(self, limits: EngineLimits, graphs: GraphOptions, measure: Callable[[EngineSetup], int]) -> EngineSetup:
-        """Return the setup with cache sizes, see `EngineSetup.of`."""
         cache, device = self.config.cache, self.model.device
         if device.type == "cuda":
             torch.cuda.empty_cache()  # return what loading the weights left
@@ -230,9 +223,7 @@ class _CacheSizes:
 
 
 def without_prefix_caching(config: EngineConfig) -> EngineConfig:
-    """Return the configuration with prefix caching off, and warn if it was on.
-    It is for models whose attention keys depend on the length of the prompt.
-    """
+    """Return the configuration with prefix caching off, and warn if it was on."""
     if not config.cache.enable_prefix_caching:
         return config
     warnings.warn(
@@ -263,9 +254,7 @@ def unmeasured_budget(cache: CacheConfig, device: torch.device, num_local_ranks:
 
 
 def policy_of(config: SpeculativeConfig, rule: Rule) -> DraftPolicy:
-    """Return the policy that chooses how many drafts each step verifies.
-    Warns of a policy under which tokens depend on that number.
-    """
+    """Return the policy that chooses how many drafts each step verifies. Warns if tokens depend on that number."""
     policy, most = config.draft_policy, config.num_drafts
     if policy == "fixed" or not most:
         return FixedDrafts(most)
@@ -282,9 +271,7 @@ def policy_of(config: SpeculativeConfig, rule: Rule) -> DraftPolicy:
 
 
 def _host_sizes(cache: CacheConfig, plan: CachePlan, ranks: Ranks) -> HostSizes | None:
-    """Return the host memory sizes of this rank; None without offloading.
-    Raises ValueError if more memory is requested than is free, or too little for one block and one state.
-    """
+    """Return the host memory sizes of this rank; None without offloading. Raises ValueError if they are impossible."""
     wanted = cache.kv_offload_bytes
     if not wanted or not plan.share_prefixes:
         return None

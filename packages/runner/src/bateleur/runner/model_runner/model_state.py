@@ -137,8 +137,7 @@ class ModelState:
         self, kv_blocks: Int32s, computed: Int64s, after: Int64s, rng: np.random.Generator
     ) -> tuple[Int32s, ...]:
         """Return a block table (R, columns) per KV cache group, for R random requests that go from `computed` to
-        `after` tokens.
-        kv_blocks: KV blocks of the requests. The blocks of their states before and after the step are chosen at random.
+        `after` tokens: `kv_blocks`, and random blocks for their states before and after the step.
         """
         tables = (kv_blocks,) if self._attention else ()
         if self._mamba is None:

@@ -24,11 +24,8 @@ _LOGITS_AT_ONCE = 1 << 24
 
 class Logprobs(NamedTuple):
     """Log probabilities of R tokens under the raw logits.
-
     top_ids: (R, n) int64, most likely first; `logprob_token_ids` of a request replace its first ones. n is the largest
-        number that a request of the step needs.
-    top_values: (R, n) float32.
-    sampled: (R,) float32, of the sampled token.
+    number that a request of the step needs. top_values: (R, n) float32. sampled: (R,) float32, of the sampled token.
     rank: (R,) int64, rank of the sampled token; 1 is the most likely.
     """
 
@@ -86,9 +83,7 @@ class PendingPromptLogprobs(NamedTuple):
 def score_prompts(
     model: HybridDecoder, table: RequestTable, batch: StepBatch, hidden_TM: Tensor
 ) -> PendingPromptLogprobs | None:
-    """Compute log probabilities of the prompt tokens after the tokens of a step; None if no request needs any.
-    A request that is recomputed gets only the ones that it has not got before.
-    """
+    """Compute log probabilities of the prompt tokens after the tokens of a step; None if no request needs any."""
     requests: list[tuple[Request, int]] = []
     rows: list[Int64s] = []
     tokens: list[Int64s] = []
@@ -97,7 +92,7 @@ def score_prompts(
         request, computed = batch.requests[i], int(batch.num_computed[i])
         if not request.lacks_prompt_logprobs:
             continue
-        first = request.output.num_scored
+        first = request.output.num_scored  # of a request that is recomputed, the first one that is missing
         end = min(computed + int(batch.query_lens[i]) + 1, len(request.prompt_token_ids))
         assert computed < first, "what a cache had was not computed"
         if first < end:

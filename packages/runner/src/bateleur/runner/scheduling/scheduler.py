@@ -250,9 +250,7 @@ class Scheduler:
         return set(rows[waits].tolist())
 
     def _allocate_decodes(self) -> int:
-        """Allocate blocks for the next tokens of decoding requests, preempting requests if needed.
-        Returns the number of tokens.
-        """
+        """Allocate blocks for the next tokens of decoding requests, preempt if needed, and return how many tokens."""
         t = self.table
         while True:
             rows = self.batch.rows if self.batch is not None else self._decoding_rows()
@@ -277,9 +275,7 @@ class Scheduler:
         return rows[self.table.num_computed[rows] >= self.table.prefill_len[rows]]
 
     def _schedule_prefills(self, budget: int) -> list[tuple[Request, int]]:
-        """Choose prompt chunks for the next step; returns requests with their numbers of tokens.
-        budget: maximum tokens.
-        """
+        """Choose prompt chunks of at most `budget` tokens for the next step: requests with their numbers of tokens."""
         chunks: list[tuple[Request, int]] = []
         for request in list(self.running):
             if budget <= 0 or request.row < 0 or self._decodes(request):

@@ -134,8 +134,7 @@ class StepBatch:
         )
 
     def _prompt_tokens(self, table: RequestTable) -> Int32s:
-        """Return the token ids (T,) of the step. Those of decoding requests are 0 here and filled in on the device."""
-        tokens_T = np.zeros(self.num_tokens, dtype=np.int32)
+        tokens_T = np.zeros(self.num_tokens, dtype=np.int32)  # those of decoding requests are filled in on the device
         if not self.all_decode:
             lens, first = self.query_lens[self.num_decodes :], self.num_decode_tokens
             starts = np.cumsum(lens) - lens

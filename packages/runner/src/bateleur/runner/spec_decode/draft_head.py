@@ -166,9 +166,7 @@ class DraftHead:
 
 
 def _ends_with_experts(spec: ModelSpec) -> bool:
-    """Return whether the head has mixture-of-experts layers, and no attention after them.
-    Such experts process only the tokens that draft. Experts before attention would process every token of a step.
-    """
+    """Return whether the head has experts, and no attention after them: then they process only tokens that draft."""
     kinds = [{type(shard) for shard in parts_of(layer)} for layer in spec.layers]
     last = max(index for index, each in enumerate(kinds) if AttentionLayer in each)
     found = [index for index, each in enumerate(kinds) if ExpertsLayer in each]
@@ -176,9 +174,7 @@ def _ends_with_experts(spec: ModelSpec) -> bool:
 
 
 def _chain_sizes(capture_sizes: Sequence[int] | None, limits: EngineLimits) -> tuple[int, ...]:
-    """Return the batch sizes of graphs for draft passes with one token per request.
-    They cover the requests of the target's decode graphs, with drafts and without.
-    """
+    """Return batch sizes of graphs for draft passes with one token per request: those of the target's decode graphs."""
     most = limits.max_num_seqs
     if capture_sizes is None:
         return tuple(sorted({*default_capture_sizes(most), most}))

@@ -259,7 +259,6 @@ def plan_drafts(
     waits_for_length: bool,
 ) -> None:
     """Write `num_drafts`, `num_draft_slots` and `must_wait` of the request table for all decoding requests.
-
     A request verifies those proposed drafts that its remaining length allows. While a step is in flight, only bounds of
     the length are known. If the request's tokens depend on the number of drafts, it waits until the length is known.
 
