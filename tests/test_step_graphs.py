@@ -208,7 +208,7 @@ def test_proposals_may_differ_by_enlarged_rounding(make_llm: Callable[..., LLM],
 
     def rounding(run: Callable[[Any], Any]) -> Callable[[Any], Any]:
         def rounded(state: Any) -> Any:
-            for each in state.features:
+            for each in state.hidden:
                 each.mul_(1 + relative * torch.randn(each.shape))
             return run(state)
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from types import MappingProxyType
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,6 +26,7 @@ from bateleur.cudagraph import (
     StagedBatch,
 )
 from bateleur.cudagraph.backends import get_backend
+from bateleur.eagle.passes import ProposalPasses
 from bateleur.metadata import CommonAttentionMetadata
 from bateleur.runner.config.graph_options import GraphOptions
 from bateleur.runner.model_runner.graph_dispatcher import capture_graphs
@@ -34,20 +35,23 @@ from bateleur.runner.models import StepContext
 from bateleur.runner.sampling.rejection_sampler import GREEDY, KINDS, TRUNCATED, RejectionSampler, SampledStep
 from bateleur.runner.scheduling.step_batch import StepBatch
 
-S = TypeVar("S")
 Forward = CudaGraphManager[StepContext, tuple[Tensor, ...]]
 
 
 @dataclass(frozen=True, slots=True)
-class SampleState:
-    """A step after its forward pass. hidden: hidden states in the output buffer of the forward pass's graph."""
+class ForwardState:
+    """A step after its forward pass, for the graph that runs next."""
 
     context: StepContext
-    hidden: Tensor
+    hidden: tuple[Tensor, ...]
+    """Hidden states that the graph reads: the final ones, or `DraftContext.features`. They are in the output buffers of
+    the forward pass's graph."""
+    passes: ProposalPasses | None = None
+    """Metadata of the draft passes; None for the end of a step."""
 
 
-class AfterForward(Generic[S]):
-    """Base of producers of dummy and random steps for graphs that run after a forward pass, which is replayed first."""
+class SampleStepProducer:
+    """Makes dummy and random steps for graphs of the end of a step. It replays the graph of the forward pass first."""
 
     def __init__(self, forward: Forward, sampler: RejectionSampler) -> None:
         self._forward, self._sampler = forward, sampler
@@ -58,14 +62,14 @@ class AfterForward(Generic[S]):
         """Number of times that the step's buffers have been written."""
         return self._forward_states.generation
 
-    def stage(self, key: BatchExecutionDescriptor, phase: Phase) -> StagedBatch[S]:
+    def stage(self, key: BatchExecutionDescriptor, phase: Phase) -> StagedBatch[ForwardState]:
         """Stage a dummy step without sampling requests."""
         forward_step = self._forward_states.stage(replace(key, variant=()), phase)
         outputs = self._forward.replay(replace(key, variant=()), forward_step)
         self._sampler.rows.clear()
         return self._after(key, forward_step, outputs, phase)
 
-    def fuzz(self, key: BatchExecutionDescriptor, seed: int) -> StagedBatch[S]:
+    def fuzz(self, key: BatchExecutionDescriptor, seed: int) -> StagedBatch[ForwardState]:
         """Stage a random step; for an engine without requests."""
         forward_step = self._forward_states.fuzz(replace(key, variant=()), seed)
         outputs = self._forward.replay(replace(key, variant=()), forward_step)
@@ -73,13 +77,14 @@ class AfterForward(Generic[S]):
         return self._after(key, forward_step, outputs, Phase.RUN)
 
     def _randomize(self, key: BatchExecutionDescriptor, context: StepContext, hidden: Tensor, seed: int) -> None:
-        raise NotImplementedError
+        rng = np.random.default_rng(seed)
+        stage_random_rows(self._sampler, context.batch, hidden, rng, str(key.variant[0]))
 
     def _after(
         self, key: BatchExecutionDescriptor, step: StagedStep, outputs: tuple[Tensor, ...], phase: Phase
-    ) -> StagedBatch[S]:
+    ) -> StagedBatch[ForwardState]:
         """Stage what follows a forward pass. outputs: as of `GraphDispatcher.run`."""
-        raise NotImplementedError
+        return StagedBatch(key, ForwardState(step.state, outputs[:1]), step.generation, step.signature)
 
     def addresses(self) -> Mapping[str, int]:
         """Addresses of the buffers of the step and of the sampler."""
@@ -90,19 +95,6 @@ class AfterForward(Generic[S]):
         """Fill the buffers of the step and of the sampler with invalid values."""
         self._forward_states.poison()
         self._sampler.rows.poison()
-
-
-class SampleStepProducer(AfterForward[SampleState]):
-    """Makes steps with sampling parameters and drafts, to capture and verify graphs of the end of a step."""
-
-    def _randomize(self, key: BatchExecutionDescriptor, context: StepContext, hidden: Tensor, seed: int) -> None:
-        rng = np.random.default_rng(seed)
-        stage_random_rows(self._sampler, context.batch, hidden, rng, str(key.variant[0]))
-
-    def _after(
-        self, key: BatchExecutionDescriptor, step: StagedStep, outputs: tuple[Tensor, ...], phase: Phase
-    ) -> StagedBatch[SampleState]:
-        return StagedBatch(key, SampleState(step.state, outputs[0]), step.generation, step.signature)
 
 
 def stage_random_rows(
@@ -166,7 +158,7 @@ class SampleStep:
     def __init__(self, sampler: RejectionSampler, model_state: ModelState, lengths: RowLengths | None) -> None:
         """lengths: sequence lengths on the device; None if the engine stages steps from lengths on the host."""
         self.sampler, self._model_state, self._lengths = sampler, model_state, lengths
-        self.manager: CudaGraphManager[SampleState, Tensor] | None = None
+        self.manager: CudaGraphManager[ForwardState, Tensor] | None = None
         self._poison = False
         self.by_reason: Counter[SampleDispatchReason] = Counter()
 
@@ -202,7 +194,7 @@ class SampleStep:
         assert self.manager is not None
         assert staged.key is not None
         key = replace(staged.key, variant=(kind,))
-        state = SampleState(staged.state, hidden_TD)
+        state = ForwardState(staged.state, (hidden_TD,))
         return self.manager.replay(key, StagedBatch(key, state, staged.generation, staged.signature))
 
     def _reason(self, batch: StepBatch, staged: StagedStep, allowed: Tensor | None) -> SampleDispatchReason:
@@ -229,11 +221,11 @@ class SampleStep:
             found["lengths"] = self._lengths.computed
         return found | {"emitted": rows.emitted[:count], "num_valid": rows.num_valid[:count]}
 
-    def _body(self, execution: Execution[SampleState]) -> Tensor:
+    def _body(self, execution: Execution[ForwardState]) -> Tensor:
         assert execution.key is not None
         context, rows = execution.state.context, self.sampler.rows
         metadata, kind = context.batch, str(execution.key.variant[0])
-        packed = self.sampler.record(metadata, execution.state.hidden, kind)
+        packed = self.sampler.record(metadata, execution.state.hidden[0], kind)
         num_valid = rows.num_valid[: metadata.num_reqs]
         self._model_state.commit(context, num_valid if self.sampler.num_drafts else None, captured=True)
         if self._lengths is not None:

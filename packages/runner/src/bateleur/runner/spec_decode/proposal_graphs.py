@@ -3,7 +3,7 @@
 # Shape letters: N rows of a padded step, K drafts at most.
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -20,7 +20,6 @@ from bateleur.cudagraph import (
     rounding_tolerance,
 )
 from bateleur.eagle import DraftContext, Drafter, EagleSpeculator
-from bateleur.eagle.passes import ProposalPasses
 from bateleur.metadata import movable
 from bateleur.runner.config.graph_options import GraphOptions
 from bateleur.runner.model_runner.graph_dispatcher import capture_graphs
@@ -28,20 +27,10 @@ from bateleur.runner.model_runner.model_state import StagedStep
 from bateleur.runner.model_runner.step_producer import bits_of
 from bateleur.runner.models import StepContext
 from bateleur.runner.sampling.rejection_sampler import TRUNCATED, RejectionSampler
-from bateleur.runner.sampling.step_end import AfterForward, Forward, graphs_after, stage_random_rows
+from bateleur.runner.sampling.step_end import Forward, ForwardState, SampleStepProducer, graphs_after, stage_random_rows
 
 
-@dataclass(frozen=True, slots=True)
-class ProposalState:
-    """A step after sampling and verification, and the metadata of the draft passes that follow."""
-
-    context: StepContext
-    features: tuple[Tensor, ...]
-    """As of `DraftContext`, in the output buffers of the forward pass's graph."""
-    passes: ProposalPasses
-
-
-class ProposalSteps(AfterForward[ProposalState]):
+class ProposalSteps(SampleStepProducer):
     """Stages proposals after dummy and random steps, for capture and checks. Random steps have random draft caches."""
 
     def __init__(self, forward: Forward, sampler: RejectionSampler, drafter: EagleSpeculator) -> None:
@@ -65,9 +54,9 @@ class ProposalSteps(AfterForward[ProposalState]):
 
     def _after(
         self, key: BatchExecutionDescriptor, step: StagedStep, outputs: tuple[Tensor, ...], phase: Phase
-    ) -> StagedBatch[ProposalState]:
+    ) -> StagedBatch[ForwardState]:
         passes = self._drafter.stage_proposal(step.state, int(key.variant[0]), phase)
-        state = ProposalState(step.state, features_of(self._drafter, *outputs), passes)
+        state = ForwardState(step.state, features_of(self._drafter, *outputs), passes)
         return StagedBatch(key, state, self.generation, passes.signature)
 
     def addresses(self) -> Mapping[str, int]:
@@ -116,7 +105,7 @@ class ProposalGraphs:
         """Capture a graph for each `forward` graph with equal query lengths and each of these numbers of drafts."""
         self._sampler, self._rows = sampler, sampler.rows
         self._drafter, self._numbers = drafter, sorted(numbers)
-        self.manager: CudaGraphManager[ProposalState, Tensor] = graphs_after(
+        self.manager: CudaGraphManager[ForwardState, Tensor] = graphs_after(
             forward, self._numbers[::-1], options, sampler.device
         )
         steps = ProposalSteps(forward, sampler, drafter)
@@ -135,7 +124,7 @@ class ProposalGraphs:
         batch = staged.state.batch
         passes = self._drafter.stage_proposal(staged.state, int(key.variant[0]))
         generation = staged.generation + self._drafter.steps.generation
-        state = ProposalState(staged.state, features, passes)
+        state = ForwardState(staged.state, features, passes)
         self.manager.replay(key, StagedBatch(key, state, generation, passes.signature))
         self._drafter.inputs.note_rows(batch.num_reqs)
         pad_tokens, pad_reqs = batch.num_tokens - batch.num_actual_tokens, batch.num_reqs - batch.num_actual_reqs
@@ -153,15 +142,16 @@ class ProposalGraphs:
         """Return the tensors that a proposal may change besides its drafts. Waits for the device."""
         return {"next": self._rows.next_ids[:-1]} | written_by(self._drafter, context.batch.block_tables[0])
 
-    def _body(self, execution: Execution[ProposalState]) -> Tensor:
-        assert execution.key is not None
+    def _body(self, execution: Execution[ForwardState]) -> Tensor:
         state, rows, count = execution.state, self._rows, execution.state.context.batch.num_reqs
+        assert execution.key is not None
+        assert state.passes is not None
         own_N = rows.table_rows[:count]
         next_token_N = rows.next_ids[:, 0].index_select(0, own_N)
         context = DraftContext(
             batch=state.context.batch,
             attention=state.context.attention,
-            features=state.features,
+            features=state.hidden,
             next_token=next_token_N,
             num_valid=rows.num_valid[:count],
             emitted=rows.emitted[:count],
