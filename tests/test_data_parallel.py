@@ -101,6 +101,34 @@ def test_two_ranks_say_what_one_says(family: tuple[Path, Any]) -> None:
     assert stats.decisions.num_graph_tokens > 0
 
 
+def test_state_plans_follow_the_padding_of_other_ranks(tiny: Callable[..., Path]) -> None:
+    """The batch of a rank repeats while the other one, with more or fewer requests, changes the graph of both."""
+    folder = tiny("granitemoehybrid-experts")
+    slots = SIZES | {"mamba_state_policy": "slots"}
+    each = [{"prompt_token_ids": [7 + i] * (1 + 5 * i)} for i in range(5)]
+    params = [
+        SamplingParams(temperature=0.8, seed=i, max_tokens=m, ignore_eos=True) for i, m in enumerate((30, 9, 5, 14, 7))
+    ]
+    with LLM(folder, **slots) as llm:
+        wanted = [tokens(llm.generate(prompt, own)) for prompt, own in zip(each, params, strict=True)]
+    graphs = {
+        "cudagraph_mode": "FULL_AND_PIECEWISE",
+        "cudagraph_backend": "recorded",
+        "cudagraph_checks": "PARANOID",
+        "cudagraph_capture_sizes": [1, 2, 4],
+    }
+    with LLM(folder, **slots, **graphs, data_parallel_size=2) as llm:
+        names, found = [], {}
+        for prompt, own in zip(each, params, strict=True):
+            names.append(llm.add_request(prompt, own))
+            for _ in range(4):
+                found |= {output.request_id: tokens([output]) for output in llm.step()}
+        while llm.has_unfinished_requests:
+            found |= {output.request_id: tokens([output]) for output in llm.step()}
+        assert llm.get_metrics().decisions.num_graph_tokens > 0
+    assert [found[name] for name in names] == wanted
+
+
 def test_three_ranks_say_it_eagerly(tiny: Callable[..., Path]) -> None:
     """Ranks hold 2, 2 and 3 of seven experts. A request arrives after others have started, and one is aborted."""
     folder = tiny("granitemoehybrid-experts")

@@ -14,9 +14,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from bateleur.eagle import DraftContext, EagleSpeculator, FixedDrafts, PolicyRows
 from bateleur.mamba import CopyPlan
+from bateleur.metadata import CommonAttentionMetadata
 from bateleur.metadata.native import unavailable_reason
 from bateleur.runner import LLM, SamplingParams
-from bateleur.runner.models import StepContext
+from bateleur.runner.model_runner.model_state import StagedStep
 
 PROMPTS = ["def:fibonacci(n):", "import_os;def:walk(path):", "x", "class:Stack:def:__init__(self", "for:i"]
 PARAMS = [
@@ -166,6 +167,8 @@ def test_the_head_runs_in_every_step_if_a_later_step_may_need_its_keys(
         {"async_scheduling": True},
         {"enable_prefix_caching": True, "mamba_block_size": 8, "mamba_cache_mode": "align"},
         {"enable_prefix_caching": True, "mamba_block_size": 8, "mamba_cache_mode": "all"},
+        {"cudagraph_mode": "FULL_AND_PIECEWISE", "cudagraph_backend": "recorded", "cudagraph_checks": "PARANOID"},
+        {"cudagraph_mode": "PIECEWISE", "cudagraph_backend": "recorded", "cudagraph_checks": "PARANOID"},
     ],
     ids=lambda options: "-".join(map(str, options.values())) or "none",
 )
@@ -175,28 +178,30 @@ def test_steps_that_repeat_a_plan_need_no_new_one_and_no_commit(
 ) -> None:
     llm, num_repeated = make(mamba_state_policy="slots", **options), 0
     state = llm.engine.runner.model_state
-    commit, builder, states = state.commit, state._mamba, state._states
+    prepare, builder, states = state.prepare, state._mamba, state._states
     assert builder is not None
     assert states is not None
 
-    def checked(context: StepContext, num_valid: torch.Tensor | None, *, captured: bool = False) -> None:
+    def checked(batch: CommonAttentionMetadata, *args: Any, **options: Any) -> StagedStep:
         nonlocal num_repeated
-        before, meta = states.values.clone(), context.mamba
-        commit(context, num_valid, captured=captured)
+        staged = prepare(batch, *args, **options)
         if state._last is None or not state._last.repeats:
-            return
+            return staged
         num_repeated += 1
+        meta, before = staged.state.mamba, states.values.clone()
         assert meta is not None
         plan = {name: each.clone() for name, each in meta.plan.tensors().items()}
-        again = builder.build(context.batch, state._mamba_group)
+        again = builder.build(batch, state._mamba_group)
         assert all(torch.equal(plan[name], each) for name, each in again.plan.tensors().items())
-        assert (meta.num_decodes, meta.num_prefills) == (again.num_decodes, 0)
-        accepted = torch.ones(context.batch.num_reqs, dtype=torch.int64)
-        copies = builder.commit(again, context.batch, state._mamba_group, accepted)
+        assert (meta.num_decodes, meta.num_decode_tokens) == (again.num_decodes, again.num_decode_tokens)
+        assert meta.num_prefills == 0
+        accepted = torch.ones(batch.num_reqs, dtype=torch.int64)
+        copies = builder.commit(again, batch, state._mamba_group, accepted)
         assert torch.equal(states.values, before)
         assert not isinstance(copies, CopyPlan) or not copies.dst.any()
+        return staged
 
-    state.commit = checked  # type: ignore[method-assign]
+    state.prepare = checked  # type: ignore[method-assign]
     expected = tokens_of(make(draft_policy=FixedDrafts(3), mamba_state_policy="slots", **options))
     assert tokens_of(llm) == expected
     assert num_repeated > 5

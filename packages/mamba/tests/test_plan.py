@@ -285,3 +285,22 @@ def test_pieces_hold_the_decodes_of_any_batch(policy, drafts):
             assert not tensor[n:].any()
             assert tensor.data_ptr() in book.values()
         assert held.query_start_loc.data_ptr() in book.values()
+
+
+@pytest.mark.parametrize("carries", [False, True])
+def test_only_settled_batches_that_carry_states_repeat(carries):
+    """Without states every step of one token each repeats; with them, only one after another such step."""
+    states = RequestStates(4, "cpu") if carries else None
+    stage = Stage(2 if carries else 0, states=carries)
+    builder = MambaMetadataBuilder(layout(2 if carries else 0), 8, 16, "cpu", states)
+
+    def steps(rows, *, settled):
+        common = stage(rows)
+        return builder.num_repeatable_steps(builder.build(common, 0), common, settled=settled)
+
+    decodes = [(1, 9, False), (1, 4, False)]
+    assert steps(decodes, settled=True) == MAX_LEN
+    assert steps(decodes, settled=False) == (0 if carries else MAX_LEN)
+    assert steps([(1, 9, False), (3, 4, True)], settled=True) == 0
+    if carries:
+        assert steps([(3, 9, False), (3, 4, False)], settled=True) == 0, "drafts"

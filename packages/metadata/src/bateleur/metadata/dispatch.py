@@ -87,6 +87,7 @@ def define_op(
     """
     name = name or like.__name__
     schema = infer_schema(like, mutates_args=tuple(mutates)).replace("SymInt", "int")
+    assert fake is not None or schema.endswith("-> ()"), f"{name}: fake is None; an operator with a result needs one"
     library.define(name + schema)
     library.impl(name, partial(run_on_cpu, forms), "CPU")
     library.impl(name, forms.torch if forms.triton is None else partial(_on_cuda, forms), "CUDA")

@@ -41,12 +41,13 @@ StagedStep = StagedBatch[StepContext]
 
 class _Built(NamedTuple):
     """Metadata of the recurrent layers, stored to be reused by the next steps.
-    batch_id: identity of the batch, see `StepRows`. written: counts of clears and writes of the block table when the
-    metadata was built. longest: length in tokens of the longest request for which it is valid. repeats: whether the
-    current step reuses it.
+    batch_id: identity of the batch, see `StepRows`. padded: its requests and tokens with padding, which follow other
+    data-parallel ranks. written: counts of clears and writes of the block table when the metadata was built. longest:
+    length in tokens of the longest request for which it is valid. repeats: whether the current step reuses it.
     """
 
     batch_id: object
+    padded: tuple[int, int]
     written: tuple[int, int]
     longest: int
     metadata: MambaMetadata
@@ -193,16 +194,17 @@ class ModelState:
     ) -> MambaMetadata:
         """Return the metadata of the recurrent layers: the last step's if it is still valid, else new metadata."""
         table = self._state_blocks
-        written = table.num_clears, table.num_writes
+        padded, written = (batch.num_reqs, batch.num_tokens), (table.num_clears, table.num_writes)
         last, self._last = self._last, None
         same = batch_id is not None and last is not None and last.batch_id is batch_id
-        if last is not None and same and last.written == written and batch.max_seq_len <= last.longest:
+        fits = last is not None and (last.padded, last.written) == (padded, written)
+        if last is not None and same and fits and batch.max_seq_len <= last.longest:
             self._last = last._replace(repeats=True)
             return last.metadata
         metadata = builder.build(batch, self._mamba_group, phase)
         if batch_id is not None:
             lasts = builder.num_repeatable_steps(metadata, batch, settled=same)
-            self._last = _Built(batch_id, written, batch.max_seq_len + lasts, metadata)
+            self._last = _Built(batch_id, padded, written, batch.max_seq_len + lasts, metadata)
         return metadata
 
     def admit(self, rows: Int64s, computed: Int32s) -> None:

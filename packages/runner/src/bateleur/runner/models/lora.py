@@ -32,7 +32,7 @@ def is_adaptable(weight: str) -> bool:
     return weight.startswith("layers.") and name.endswith("_proj") and name not in _UNADAPTED
 
 
-@operator("lora", lambda *_: None, mutates=("y",))
+@operator("lora", mutates=("y",))
 def add_lora(y: Tensor, x: Tensor, a: Tensor, b: Tensor, slots: Tensor) -> None:
     """Add `b[slots[t]] @ (a[slots[t]] @ x[t])` to y[t] in place. The bits of a token do not depend on other tokens.
 

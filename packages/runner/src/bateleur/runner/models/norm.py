@@ -43,7 +43,7 @@ def add_rms_norm(
     return _normed(h.to(dtype), weight, eps)
 
 
-@operator("norm", lambda *_: None, mutates=("h",))
+@operator("norm", mutates=("h",))
 def add_normed(h: Tensor, y: Tensor, factor: float, weight: Tensor, eps: float) -> None:
     """Add `factor * rms_norm(y, weight, eps)` to h, in place and in h's dtype; h and y (T, size)."""
     h.add_(_normed(y, weight, eps), alpha=factor)
