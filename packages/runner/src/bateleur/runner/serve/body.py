@@ -88,7 +88,10 @@ _TYPES = {"int": "integer", "float": "number", "bool": "boolean", "str": "string
 
 
 def openapi_body(fields: Mapping[str, Field], *required: str, sampled: bool = True) -> dict[str, Any]:
-    """Build the OpenAPI entry of a body with these fields. sampled: whether it also has the sampling parameters."""
+    """Build the OpenAPI entry of a body with these fields, and with the sampling parameters if `sampled`.
+
+    required: names of the fields that a body must have.
+    """
     described = {name: (field.about, field.kind) for name, field in fields.items()}
     for option in options_of(SamplingParams) if sampled else ():
         if option.name in sampling_names() and option.name not in fields:

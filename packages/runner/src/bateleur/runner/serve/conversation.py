@@ -34,7 +34,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """New output of one continuation (one of a request's `n` answers)."""
+    """New output of one continuation (one of a request's `n` answers), and the events parsed from its text."""
 
     output: RequestOutput
     completion: CompletionOutput
@@ -43,7 +43,7 @@ class Report:
 
 @dataclass(slots=True)
 class Answer:
-    """The answer to a conversation, while the engine generates it."""
+    """The answer to a conversation while the engine generates it: its request, engine outputs and token counts."""
 
     service: Service
     parsed: ChatRequest
@@ -101,7 +101,7 @@ class Answer:
 
 
 async def render_prompt(service: Service, parsed: ChatRequest) -> tuple[ChatRequest, ChatPrompt]:
-    """Return the request with the server's options, and its prompt. Raises HTTPException if the template refuses it."""
+    """Return the request after `with_options`, and its prompt. Raises HTTPException if the template refuses it."""
     service.adapter_of(parsed.model)
     parsed = with_options(parsed, service.config)
     with http_errors(parsed.names):
@@ -111,7 +111,10 @@ async def render_prompt(service: Service, parsed: ChatRequest) -> tuple[ChatRequ
 
 
 async def answer(service: Service, parsed: ChatRequest, reply_id: str) -> Answer:
-    """Submit a conversation. Raises HTTPException if it is invalid or the queue is full."""
+    """Submit a conversation to the engine. Raises HTTPException if it is invalid or the queue is full.
+
+    reply_id: id of the reply; ids of engine requests begin with it.
+    """
     parsed, prompt = await render_prompt(service, parsed)
     strict = parsed.tool_choice == "auto" and any(map(is_strict, parsed.tools))
     if strict and parsed.params.structured_outputs is not None:
@@ -132,11 +135,11 @@ async def answer(service: Service, parsed: ChatRequest, reply_id: str) -> Answer
 
 @dataclass(frozen=True, slots=True)
 class ThinkingBudget:
-    """A request with a limit on its reasoning tokens, which writes the end tag for the model.
+    """A chat request with at most `budget` reasoning tokens. At this limit, the end tag is added to the model's output.
 
     For each continuation, the engine runs one request for the reasoning and one for the answer. If the prompt does not
-    open the reasoning, a request of one token shows whether the model does. Sampling depends on the seed and the
-    position, so an unused budget changes no token of a seeded request.
+    open the reasoning (`opened`), a request of one token shows whether the model does. Sampling depends on the seed and
+    the position, so an unused budget changes no token of a seeded request.
     """
 
     service: Service
@@ -192,14 +195,14 @@ class ThinkingBudget:
         return _as_continuations(outputs, f"{reply_id}-0")
 
     async def _begin(self, reply_id: str) -> OutputReader:
-        """Submit the reasoning, or one token if the prompt has not opened the reasoning: it may be the begin tag."""
+        """Submit the reasoning. If the prompt has not opened it, submit one token, which may be the begin tag."""
         if self.opened:
             return await self._submit_reasoning(self.prompt, reply_id)
         params = replace(self.params, max_tokens=1, min_tokens=min(1, self.params.min_tokens))
         return await self._submit(self.prompt, params, reply_id)
 
     async def _outputs(self, reader: OutputReader, reply_id: str) -> AsyncGenerator[RequestOutput, None]:
-        """Yield the outputs of reasoning and answer as those of one request."""
+        """Yield the outputs of reasoning and answer as those of one request. reader: from `_begin`."""
         written: list[int] = []
         answer_follows, first, bounded = False, None, True
         if not self.opened:
@@ -253,13 +256,19 @@ class ThinkingBudget:
         return await self.service.submit([prompt], replace(self.parsed, params=params, stream=True), reply_id)
 
     def _answer_follows(self, completion: CompletionOutput, written: list[int]) -> bool:
-        """Return whether only the reasoning ended (end tag or budget), and max_tokens leaves room for an answer."""
+        """Return whether only the reasoning ended (end tag or budget), and max_tokens leaves room for an answer.
+
+        written: output tokens so far.
+        """
         room = self.params.max_tokens is None or len(written) + 1 < self.params.max_tokens
         ended = completion.finish_reason == "stop" and written[-1:] == [self.end]
         return room and (ended or completion.finish_reason == "length")
 
     def _close(self, completion: CompletionOutput, written: list[int]) -> None:
-        """End the reasoning with this output: keep the model's end tag, or append one to `completion` and `written`."""
+        """End the reasoning with this output: keep the model's end tag, or append one to `completion` and `written`.
+
+        written: output tokens so far.
+        """
         if written[-1:] != [self.end]:
             written.append(self.end)
             completion.token_ids.append(self.end)

@@ -103,7 +103,7 @@ class _Collector:
         return family
 
     def _by_label(self, name: str, text: str, label: str, counts: Mapping[str, int]) -> Metric:
-        """Return a counter with one count for each value of the label."""
+        """Return a counter with one count for each value of the label. text: its help text."""
         family = CounterMetricFamily(f"bateleur:{name}", text, labels=["model_name", label])
         for value, count in counts.items():
             family.add_metric([self.model_name, value], float(count))

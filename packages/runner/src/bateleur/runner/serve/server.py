@@ -113,7 +113,7 @@ class Connection(H11Protocol):
         """Running timers: for the head of a request, and while the client does not read the reply."""
 
     def _run_timer(self, name: str, wanted: bool) -> None:
-        """Start or stop a timer, after which the connection is closed."""
+        """Start (if `wanted`) or stop the read or write timer, which closes the connection."""
         if not wanted and name in self._timers:
             self._timers.pop(name).cancel()
         elif wanted and name not in self._timers:

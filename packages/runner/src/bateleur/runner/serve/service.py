@@ -32,7 +32,7 @@ A = TypeVar("A", bound=APIRequest)
 
 
 class Service:
-    """An engine served over HTTP."""
+    """State of the HTTP server that all endpoints share: engine, options, model names and LoRA adapters."""
 
     def __init__(self, llm: AsyncLLM, config: ServeConfig) -> None:
         self.llm, self.config = llm, config
@@ -48,7 +48,7 @@ class Service:
         self.stopping = False
 
     def with_server_options(self, parsed: A) -> A:
-        """Return the request with the server's options applied."""
+        """Return the request with the server's options for usage and token ids applied."""
         config = self.config
         return replace(
             parsed,
@@ -76,7 +76,7 @@ class Service:
             refuse("lora_name", name, "a name that no other model has; unload the other adapter first")
 
     async def load_adapter(self, name: str, path: str) -> None:
-        """Load a LoRA adapter and serve it. Raises ValueError as `LLM.add_lora`, and for a name in use."""
+        """Load a LoRA adapter from a folder, and serve it. Raises ValueError as `LLM.add_lora`, or for a used name."""
         self._check_name(name)
         adapter = LoRARequest(name, lora_path=path)
         if name in await self.llm.list_loras():  # loaded again by a request that was queued before the unload
@@ -110,7 +110,10 @@ class Service:
         return metrics.render(stats, self.names[0], queued)
 
     async def submit(self, prompts: Sequence[Mapping[str, Any]], parsed: APIRequest, reply_id: str) -> OutputReader:
-        """Queue all prompts of a request. Raises HTTPException, and queues none, if any is invalid."""
+        """Queue all prompts of a request. Raises HTTPException, and queues none, if any is invalid.
+
+        reply_id: the id of prompt i in the engine is `reply_id`-i.
+        """
         kind = RequestOutputKind.DELTA if parsed.stream else RequestOutputKind.FINAL_ONLY
         params = replace(parsed.params, output_kind=kind)
         with http_errors(parsed.names):

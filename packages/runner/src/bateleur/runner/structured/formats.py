@@ -1,4 +1,4 @@
-"""Constructors for the formats of structural tags. `structural_tag` defines what each format accepts."""
+"""Constructors for the formats (grammar nodes) of structural tags. `structural_tag` defines what each accepts."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias

@@ -28,8 +28,9 @@ _CACHE_SIZE = 64
 
 
 def token_bytes(tokenizer: Tokenizer, vocab_size: int) -> list[bytes]:
-    """Return the bytes that each of `vocab_size` tokens adds to a text; b"" if there are none, or for a duplicate.
+    """Return the bytes that each of `vocab_size` tokens adds to a text; b"" if there are none.
 
+    Of several tokens that add the same bytes, one has them and the others have b"".
     Raises ValueError for a tokenizer whose tokens can't be read one by one.
     """
     if isinstance(tokenizer, NoTokenizer):

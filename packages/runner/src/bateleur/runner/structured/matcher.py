@@ -86,7 +86,7 @@ class Matcher:
         return not mask_1W.any()
 
     def allowed_prefix(self, drafts: Sequence[int]) -> int:
-        """Return how many leading drafts the grammar allows, up to an end token or the first -1 (no draft)."""
+        """Return how many leading drafts the grammar allows, up to the first end token (included) or -1 (no draft)."""
         known: list[int] = []
         for token in drafts:
             if token < 0 or token in self._no_end:
@@ -101,14 +101,17 @@ class Matcher:
         return int(self._parser.validate_tokens(known))
 
     def check(self, masks_NW: NDArray[np.int32], drafts: Sequence[int]) -> None:
-        """Correct the masks (N, W) that `fill` wrote for this request: for the next token, and after each draft."""
+        """Correct the masks (N, W) that `fill` wrote for this request: for the next token, and after each draft.
+
+        Clears end-of-sequence tokens that do not end this request. Recomputes all masks if the parser failed.
+        """
         if self._parser.is_error():
             self._fill_one_by_one(masks_NW, drafts)
         if self._no_end:
             _clear(masks_NW, self._no_end)
 
     def _fill_one_by_one(self, masks_NW: NDArray[np.int32], drafts: Sequence[int]) -> None:
-        """Recompute the masks one by one after an error. From the mask with the error on, no token is allowed."""
+        """Recompute masks one by one after a parser error. The mask with the error and later ones allow no token."""
         masks_NW[:] = 0
         parser = self._grammar.compile()
         self._parser = parser.deep_copy()

@@ -34,7 +34,10 @@ class TagTokens:
 
 
 def compile_structural_tag(tag: Mapping[str, Any], tokens: TagTokens, *, compact: bool) -> list[dict[str, Any]]:
-    """Return grammars for llguidance; the first refers to the others. Raises ValueError that names a wrong field."""
+    """Return grammars for llguidance; the first refers to the others. Raises ValueError that names a wrong field.
+
+    compact: see `json_grammar`.
+    """
     compiler = _Compiler(tokens, compact)
     start = compiler.format(_Part("format", mapping("format", _format_of(tag)), 0))
     return [{"lark_grammar": "\n".join([f"{HEAD}start: {start}", *compiler.rules, ""])}, *compiler.grammars]
@@ -64,7 +67,7 @@ def at_pointer(schema: Any, pointer: str) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """A format of the request: its path for messages, its fields, and how deep it is nested."""
+    """A format of the request: its path for error messages, its fields, and how deep it is nested."""
 
     place: str
     fields: Mapping[str, Any]
@@ -186,7 +189,7 @@ class _Compiler:
         return " ".join(parts)
 
     def _keywords(self, schema: Mapping[str, Any]) -> str:
-        """Return keyword arguments in Python's notation: required ones in the order of the schema, then optional ones.
+        """Return the expression of Python keyword arguments: required ones in the schema's order, then optional ones.
 
         The rule of an optional argument refers to the rules of later ones, so the grammar's size is linear.
         """
@@ -240,7 +243,7 @@ class _Compiler:
         return f"({text} | <[{','.join(map(str, sorted(special)))}]>)*" if special else f"{text}?"
 
     def _text_up_to(self, tag: str) -> str:
-        """Return text that ends with its first occurrence of a tag. Free text can't contain a tag that is one token."""
+        """Return the expression of text that ends with its first `tag`. Free text excludes a tag that is one token."""
         return self._literal(tag) if tag in self._tokens.tags else self._lazy(f"(?s:.*){escaped(tag)}")
 
     def _literal(self, text: str) -> str:

@@ -53,8 +53,8 @@ def render(
     chat_template_kwargs: further variables of the template, such as enable_thinking.
 
     System messages that the template refuses or omits are merged into one at the start, if it accepts that. The
-    tokenizer adds no special tokens. Raises ValueError for malformed messages, naming the place, without a template,
-    and if the template raises.
+    tokenizer adds no special tokens. Raises ValueError for malformed messages (naming the place), if there is no
+    template, and if the template raises.
     """
     conversation, functions = checked_messages(messages), checked_tools(tools)
     more = _variables({} if chat_template_kwargs is None else chat_template_kwargs)

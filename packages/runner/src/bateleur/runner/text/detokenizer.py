@@ -120,7 +120,10 @@ class IncrementalDetokenizer:
         return self._tokenizer.decode(token_ids, skip_special_tokens=self._skip)
 
     def _shorten_clean(self) -> None:
-        """Drop old tokens of a long window, up to one that ended a character. Called when the last token ends one."""
+        """Drop old tokens of a long `_window` (the tokens that `push` decodes), up to one that ended a character.
+
+        Called when the last token ends a character.
+        """
         if len(self._window) < _WINDOW // 2:
             return
         if self._clean:
@@ -130,10 +133,10 @@ class IncrementalDetokenizer:
         self._clean = len(self._window)
 
     def _shorten_partial(self) -> str:
-        """Drop old tokens of a long window that ends in invalid bytes. Returns the new text.
+        """Drop old tokens of a long `_window` (the tokens that `push` decodes) with invalid bytes at its end.
 
-        The window is split where the texts of both halves join to the text of the whole. A UTF-8 sequence has at most
-        four bytes, so at least one of four adjacent token borders splits none.
+        Returns the new text. The window is split where the texts of both halves join to the text of the whole. A UTF-8
+        sequence has at most four bytes, so at least one of four adjacent token borders splits none.
         """
         for cut in range(len(self._window) - 5, len(self._window) - 9, -1):
             left, right = self._decode(self._window[:cut]), self._decode(self._window[cut:])

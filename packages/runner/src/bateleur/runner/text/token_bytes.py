@@ -29,7 +29,10 @@ class TokenText:
 
     @cached_property
     def _bytes_of_piece(self) -> Callable[[str], bytes] | None:
-        """None if tokens can't be decoded one by one. Takes a second for 250,000 tokens."""
+        """`piece_decoder` of the tokenizer; None if tokens can't be decoded one by one.
+
+        Takes a second for 250,000 tokens.
+        """
         try:
             return None if self._backend is None else piece_decoder(self._backend)
         except ValueError:
@@ -74,7 +77,7 @@ def partial_character(data: bytes) -> bytes:
 
 
 def piece_decoder(backend: Any) -> Callable[[str], bytes]:
-    """Return a function from a token of the vocabulary to its bytes. Raises ValueError for other decoders."""
+    """Return a function from a token of the vocabulary to its bytes. Raises ValueError for unsupported decoders."""
     steps = _steps(json.loads(backend.to_str())["decoder"])
 
     def decode(piece: str) -> bytes:
@@ -87,7 +90,7 @@ def piece_decoder(backend: Any) -> Callable[[str], bytes]:
 
 
 def _steps(decoder: Any) -> list[_Step]:
-    """Return the functions that a decoder applies to each token before it joins them."""
+    """Return the functions that a decoder of `tokenizer.json` applies to each token before it joins them."""
     if decoder is None:
         raise ValueError("one without a decoder, which puts spaces between tokens, and must be one that joins them")
     kind = decoder["type"]

@@ -31,7 +31,7 @@ class NoTokenizer:
 
 
 def tag_tokens(tokenizer: Tokenizer) -> dict[int, str]:
-    """Return markup by token id: special tokens, and added tokens in the form of a tag. Empty without a backend."""
+    """Return tags by token id: special tokens, and added tokens such as <a> or [A]. Empty as in `special_token_ids`."""
     added = _added_tokens(tokenizer)
     return {token: each.content for token, each in added if each.special or _TAG.fullmatch(each.content)}
 
@@ -49,7 +49,7 @@ def _added_tokens(tokenizer: Tokenizer) -> list[tuple[int, Any]]:
 def bad_words_token_ids(
     words: Sequence[str], tokenizer: Tokenizer, vocab_size: int, max_tokens: int
 ) -> tuple[tuple[int, ...], ...]:
-    """Return the token ids of each word at the start of a text and after a space, up to `max_tokens` long.
+    """Return the token ids of each word at the start of a text and after a space; those over `max_tokens` are left out.
 
     Raises ValueError, naming the word, if it has no tokens, or one that the model does not have.
     """

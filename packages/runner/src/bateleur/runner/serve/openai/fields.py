@@ -54,7 +54,7 @@ _INTEGERS = frozenset(each.name for each in options_of(SamplingParams) if each.t
 
 
 def _name(name: str, value: Any) -> str:
-    """Return a valid request id. It must be short, because every chunk contains it."""
+    """Return a request id if it is valid. It must be short, because every chunk contains it."""
     if not isinstance(value, str) or not 0 < len(value) <= 200 or not value.isprintable():
         refuse(name, value, "1 to 200 printable characters")
     return value

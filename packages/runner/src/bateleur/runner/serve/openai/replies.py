@@ -2,6 +2,7 @@
 
 token_ids: tokens of a reply or chunk. logprobs: for each token, the log probabilities at its position, including its
 own. num_top: number of most likely tokens to report, -1 for all. as_ids: write tokens as token_id:ID.
+head: first fields of a reply, from `reply_head`. decode: decoder for token texts.
 """
 
 import time
@@ -59,7 +60,10 @@ class Usage:
 def completion_reply(
     parsed: CompletionRequest, outputs: Sequence[RequestOutput], head: Mapping[str, Any], decode: TokenText
 ) -> dict[str, Any]:
-    """Return the reply to a body of `/v1/completions`. outputs: final outputs in the order of the prompts."""
+    """Return the reply to a body of `/v1/completions`. head: from `reply_head`. decode: for token texts.
+
+    outputs: final outputs in the order of the prompts.
+    """
     ended = [(output, each) for output in outputs for each in output.outputs]
     usage = Usage()
     for output in outputs:
@@ -82,7 +86,11 @@ def completion_choice(
     first: bool = True,
     offset: int = 0,
 ) -> dict[str, Any]:
-    """Return one choice. first: it has the fields of the prompt. offset: characters in earlier chunks."""
+    """Return one choice of a reply or chunk of `/v1/completions`. index: the choice's. decode: for token texts.
+
+    first: whether this is the choice's first or only chunk, which has the fields of the prompt.
+    offset: characters in earlier chunks, for `text_offset`.
+    """
     if parsed.only_prompt:
         completion = replace(completion, text="", token_ids=[], finish_reason="length", stop_reason=None)
     drawn, text, echoed = list(completion.token_ids), completion.text, first and parsed.echo
@@ -119,7 +127,10 @@ def chat_reply(
     usage: Usage,
     decode: TokenText,
 ) -> dict[str, Any]:
-    """Return the reply to a body of `/v1/chat/completions`. events: all events of each continuation (one of `n`)."""
+    """Return the reply to a body of `/v1/chat/completions`. head: from `reply_head`. decode: for token texts.
+
+    events: all events of each continuation (one of `n`).
+    """
     pairs = zip(output.outputs, events, strict=True)
     return {
         **head,
@@ -137,7 +148,10 @@ def chat_choice(
     *,
     first: bool | None = None,
 ) -> dict[str, Any]:
-    """Return one choice. first: whether this is the first chunk of the choice; None for a whole reply."""
+    """Return one choice of a reply or chunk of `/v1/chat/completions`. decode: for token texts.
+
+    first: whether this is the first chunk of the choice; None for a whole reply.
+    """
     if first is None:
         kind, fields = "message", _NO_FIELDS | chat_message(events)
     else:
@@ -214,7 +228,7 @@ def request_metrics(output: RequestOutput) -> dict[str, float | None] | None:
 def prompt_fields(
     parsed: APIRequest, output: RequestOutput, decode: TokenText, *, logprobs: bool = True
 ) -> dict[str, Any]:
-    """Return the requested fields of the prompt: token ids, token texts and log probabilities."""
+    """Return the requested fields of the prompt: token ids, token texts (by `decode`) and log probabilities."""
     fields: dict[str, Any] = {"prompt_token_ids": None, "prompt_logprobs": None}
     if parsed.return_token_ids:
         ids = output.prompt_token_ids
@@ -233,7 +247,7 @@ def completion_logprobs(
     beginning: str = "",
     as_ids: bool = False,
 ) -> dict[str, Any]:
-    """Return `logprobs` of `/v1/completions`: the most likely tokens, and the token itself.
+    """Return `logprobs` of `/v1/completions`: the most likely tokens, and the token itself. Parameters: see the module.
 
     logprobs: None for the first token of a prompt. beginning: its text. offset: characters before the first token.
     """
@@ -252,7 +266,10 @@ def completion_logprobs(
 
 
 def _top_logprobs(position: Mapping[int, Logprob], token: int, num_top: int, as_ids: bool) -> dict[str, float]:
-    """Return log probabilities by text or bytes of the token; of equal texts, the most likely one counts."""
+    """Return log probabilities by the text or bytes of tokens; of equal texts, the most likely one counts.
+
+    position: log probabilities by token id. token: always included. Others: see the module.
+    """
     entry: dict[str, float] = {}
     for i, each in enumerate(sorted(position, key=lambda each: position[each].rank)):
         if i < num_top or num_top < 0 or each == token:
@@ -264,7 +281,7 @@ def _top_logprobs(position: Mapping[int, Logprob], token: int, num_top: int, as_
 def chat_logprobs(
     token_ids: Sequence[int], logprobs: Sequence[Mapping[int, Logprob]], num_top: int, *, as_ids: bool = False
 ) -> dict[str, Any]:
-    """Return `logprobs` of `/v1/chat/completions`."""
+    """Return `logprobs` of `/v1/chat/completions`. Parameters: see the module."""
 
     def entry(token: int, position: Mapping[int, Logprob]) -> dict[str, Any]:
         known, text = position[token], _text(position[token])

@@ -18,7 +18,7 @@ Names: TypeAlias = Mapping[str, str]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class APIRequest:
-    """Fields that all parsed request bodies have; `COMMON` describes them."""
+    """Base class of parsed request bodies; `COMMON` describes its fields. names: see `http_errors`."""
 
     params: SamplingParams
     model: str | None = None
@@ -40,7 +40,7 @@ class APIRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompletionRequest(APIRequest):
-    """Parsed body of `/v1/completions`; see `COMPLETION_FIELDS`."""
+    """Parsed body of `/v1/completions`; see `COMPLETION_FIELDS`. only_prompt: whether max_tokens is 0."""
 
     prompts: tuple[dict[str, Any], ...]
     """Prompts as `LLM.add_request` takes them: {"prompt": text} or {"prompt_token_ids": ids}."""
@@ -51,7 +51,7 @@ class CompletionRequest(APIRequest):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatRequest(APIRequest):
-    """Parsed body of `/v1/chat/completions`; see `CHAT_FIELDS`."""
+    """Parsed body of `/v1/chat/completions`; see `CHAT_FIELDS`. template: variables of the chat template."""
 
     messages: tuple[dict[str, Any], ...]
     """Messages for the chat template: content is text, arguments of tool calls are objects."""
@@ -147,7 +147,7 @@ def _common(kind: type[APIRequest], own: Body, sampling: Body, grammar: str, nam
     """Return the fields of `kind` that the body has under the same names, and those of `APIRequest`.
 
     own: fields of the body that are no sampling parameters. names: see `http_errors`.
-    grammar: body field that errors of the grammar name. With `response_format`, they name that field.
+    grammar: field that errors of the grammar name, unless the grammar comes from `response_format`.
     """
     if (form := own.get("response_format")) is not None:
         if sampling.get("structured_outputs") is not None:

@@ -110,7 +110,7 @@ async def _completion_parts(
 async def _chunks(
     parts: AsyncGenerator[dict[str, Any], None], parsed: APIRequest, head: dict[str, Any], usage: replies.Usage
 ) -> AsyncGenerator[dict[str, Any], None]:
-    """Yield every chunk, `head` and the fields of a part, then the usage if requested. `parts` updates `usage`."""
+    """Yield a chunk per part: `head` and the part's fields; then the usage if requested. `parts` updates `usage`."""
     async with aclosing(parts):
         async for part in parts:
             chunk = {**head, **part}

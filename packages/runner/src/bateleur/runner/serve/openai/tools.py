@@ -93,7 +93,10 @@ def allowed_tools(choice: Any, tools: tuple[dict[str, Any], ...]) -> tuple[Any, 
 
 
 def forced_schema(choice: ToolChoice, tools: Tools, *, parallel: bool) -> dict[str, Any] | None:
-    """Return the schema of forced arguments or, if `required`, of a list of calls; None if no call is forced."""
+    """Return the schema of forced arguments or, for choice required, of a list of calls; None if no call is forced.
+
+    parallel: allow more than one call.
+    """
     functions = [each["function"] for each in tools]
     if isinstance(choice, NamedTool):
         return next(_arguments(each) for each in functions if each["name"] == choice.name)
@@ -135,7 +138,7 @@ def _arguments(function: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _moved(schema: Any, prefix: str) -> Any:
-    """Return a schema that is moved to another JSON pointer: its local references are adjusted."""
+    """Return the schema for use at the JSON pointer `prefix` of another schema: its local references are adjusted."""
     if isinstance(schema, list):
         return [_moved(each, prefix) for each in schema]
     if not isinstance(schema, dict):

@@ -25,7 +25,8 @@ class AnswerParser:
     ) -> None:
         """opened: whether the prompt has opened the reasoning; None leaves reasoning in the content.
 
-        calls: None leaves calls in the content. table: tags that are single tokens. make_id: see `Calls`.
+        calls: format of tool calls; None leaves them in the content. table: tags that are single tokens.
+        make_id: see `Calls`.
         """
         self._opened, self._format = opened, calls
         self._calls = None if calls is None else Calls(calls, self._report, make_id)
@@ -47,7 +48,8 @@ class AnswerParser:
     def read(self, completion: CompletionOutput) -> list[Event]:
         """Return the events of the next output, a delta or the whole answer. The last event of all is `End`.
 
-        A stop string that is not a tag truncates a call, as a token limit does; it is then not a "tool_calls" end.
+        A stop string that is not a tag truncates a call, as a token limit does. The finish reason of a truncated
+        call is not "tool_calls".
         """
         events = self.feed(completion.text, completion.tags)
         reason, stop = completion.finish_reason, completion.stop_reason

@@ -28,7 +28,7 @@ _SPACE = formats.pattern(r"[ \t\r\n]{0,8}")
 
 @dataclass(frozen=True, slots=True)
 class PreparedChat:
-    """A chat request for the engine: its sampling parameters, and the parser of its answer."""
+    """A chat request for the engine: sampling parameters, reasoning at the start of the answer, and answer parsers."""
 
     params: SamplingParams
     phase: ReasoningPhase
@@ -53,7 +53,7 @@ class ChatFormat:
         self.special_ids = special_token_ids(tokenizer)
 
     def prepare(self, parsed: ChatRequest, prompt: ChatPrompt) -> PreparedChat:
-        """Prepare a request for this prompt. Raises ValueError for tool_choice auto without a tool parser."""
+        """Prepare a request for the engine. Raises ValueError for tool_choice auto without a tool parser."""
         phase: ReasoningPhase = "none" if self.reasoning_parser is None else self._reasoning_phase(prompt)
         disabled = any(parsed.template.get(name) is False for name in ("enable_thinking", "thinking"))
         if phase == "possible" and (disabled or parsed.template.get("reasoning_effort") == "none"):
@@ -143,7 +143,7 @@ def _after_reasoning(reasoning: ReasoningPhase, answer: Format) -> Format:
 def _calls_in_text(
     reasoning: ReasoningPhase, tools: type[ToolFormat], functions: Sequence[Function], *, once: bool
 ) -> Format:
-    """Build the format of free text with calls. Calls must follow the tools' schemas, even within the reasoning."""
+    """Build the grammar of free text with calls. Calls must follow the tools' schemas, even within the reasoning."""
     tags = tools.call_tags(functions, once=once)
     if not tools.BARE_STARTS:
         return formats.triggered(tags, tools.triggers(functions))
@@ -155,7 +155,7 @@ def _calls_in_text(
 def _calls_or_answer(
     reasoning: ReasoningPhase, tools: type[ToolFormat], functions: Sequence[Function], answer: Format, *, once: bool
 ) -> Format:
-    """Build the format of reasoning followed by calls or an answer. Calls may follow reasoning without an end tag."""
+    """Build the grammar of reasoning followed by calls or an answer. Calls may follow reasoning without an end tag."""
     tags = tools.call_tags(functions, once=once)
     body = formats.either(formats.listed(tags, tools.SEPARATOR, once=once), answer)
     if reasoning == "none" or tools.BARE_STARTS:

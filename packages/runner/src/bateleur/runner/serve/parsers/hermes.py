@@ -48,12 +48,12 @@ class _Value:
             writer.write('"')
 
     def may_precede(self, key: str) -> bool:
-        """Return whether a parameter with this name may follow although the value has no end tag."""
+        """Return whether the start tag of parameter `key` may end this value in place of an end tag."""
         known = self._writer.properties
         return not self.holds_call and key not in self._writer.keys and (key in known or not known)
 
     def is_complete(self, text: str) -> bool:
-        """Return whether this text completes the value; False for strings, which have no end of their own."""
+        """Return whether this text completes the value; False for strings, because tags end them."""
         return not self._is_text and is_complete("".join(self._parts) + text)
 
     def add(self, text: str) -> None:
@@ -69,7 +69,7 @@ class _Value:
         self.add(text.removesuffix("\n").removesuffix("\n"))
 
     def end(self, text: str, *, lacks_tag: bool = False) -> None:
-        """End the value, without the newline before its end tag, or two newlines if the tag is missing."""
+        """End the value with `text`. Drops the newline before its end tag, or two newlines if the tag is missing."""
         self.add(text.removesuffix("\n").removesuffix("\n" if lacks_tag else ""))
         if self._is_text:
             self._writer.write('"')
@@ -144,12 +144,12 @@ class FunctionParser:
             yield
 
     def _num_certain(self) -> int:
-        """Return `_num_outside` of the text received so far, or its full length if no more text follows."""
+        """Return the length of the received text before an incomplete tag; its full length if no more text follows."""
         text = self._source.text
         return len(text) if self._source.final else self._num_outside(text)
 
     def _num_outside(self, text: str) -> int:
-        """Return the length of a text before the incomplete tag at its end, if any."""
+        """Return the length of a text without an incomplete tag at its end."""
         at = text.rfind("<", max(0, len(text) - _LONGEST))
         if at < 0:
             return len(text)
@@ -263,7 +263,7 @@ def _name(tag: str) -> str:
 
 
 class Hermes(ToolFormat):
-    """Tool calls of Hermes: JSON objects or functions between <tool_call> tags."""
+    """Tool calls of Hermes: JSON objects or <function=NAME> elements between <tool_call> tags."""
 
     START_TAGS: ClassVar[tuple[str, ...]] = ("<tool_call>",)
     END_TAGS = ("</tool_call>",)
@@ -284,7 +284,7 @@ class Hermes(ToolFormat):
 
 
 class Qwen3Coder(Hermes):
-    """Tool calls of Qwen3-Coder, Qwen3.5 and Nemotron 3: as `Hermes`, and functions without <tool_call> tags."""
+    """Tool calls of Qwen3-Coder, Qwen3.5 and Nemotron 3: as `Hermes`, and <function=NAME> without <tool_call> tags."""
 
     START_TAGS = ("<tool_call>", FUNCTION)
     CALL = (
@@ -295,14 +295,14 @@ class Qwen3Coder(Hermes):
 
     @classmethod
     def call_tags(cls, functions: Sequence[Function], *, once: bool) -> list[Format]:
-        """Return grammars of calls, each between <tool_call> tags and without them; see `ToolFormat.call_tags`."""
+        """Return two grammars per function, with and without <tool_call> tags; see `ToolFormat.call_tags`."""
         bare = super().call_tags(functions, once=once)
         begin, end = "<tool_call>\n", "\n</tool_call>"
         return [tagged(begin + each["begin"], each["content"], each["end"] + end) for each in bare] + bare
 
     @classmethod
     def triggers(cls, functions: Sequence[Function]) -> list[str]:
-        """Return the texts that start a call. Text may contain <function=...> with other names."""
+        """Return the texts that start a call: <tool_call>, and <function=NAME> for these names. Others are text."""
         return ["<tool_call>", *(f"{FUNCTION}{each.name}>" for each in functions)]
 
 

@@ -45,7 +45,7 @@ MAY_KEYWORD = re.compile(r"[A-Za-z_]\w{0,200}\s*=?\s*$")
 
 
 def read_calls(source: Source, at: int, calls: Calls) -> Parse[bool]:
-    """Consume calls: objects, or a list of them. Returns False, and consumes nothing, if the first is not a call."""
+    """Consume call objects, or a list of them, at `at`. Returns False, and consumes nothing, if the first is none."""
     found = False
     at = yield from skip_space(source, at)
     listed = source.text[at : at + 1] == "["
@@ -64,7 +64,7 @@ def read_calls(source: Source, at: int, calls: Calls) -> Parse[bool]:
 
 
 def _read_call(source: Source, at: int, calls: Calls) -> Parse[bool]:
-    """Consume one call. Returns False, and consumes nothing, if the object is not a call."""
+    """Consume the call at `at`. Returns False, and consumes nothing, if the object there is not a call."""
     name, arguments = "", ""
     member = yield from _next_member(source, at + 1)
     while member.key is not None:
@@ -97,7 +97,7 @@ def _read_call(source: Source, at: int, calls: Calls) -> Parse[bool]:
 
 
 class _Member(NamedTuple):
-    """Key of one member of a JSON object, and positions in the text. key=None marks the end of the members."""
+    """A member of a JSON object: its key (None after the last one), key positions, and start of the value."""
 
     key: str | None
     start: int
@@ -152,7 +152,7 @@ def _skip_members(source: Source) -> Parse[None]:
 
 
 def read_object(source: Source, writer: ArgumentsWriter) -> Parse[None]:
-    """Consume an object, and write it as the arguments of a call. It is closed unless the answer was cut."""
+    """Consume an object, and write it as a call's arguments. A missing "}" is added unless the answer was truncated."""
     before = source.take(1)
     while True:
         member = yield from _next_member(source, 0)
@@ -190,7 +190,7 @@ def _read_key(source: Source, at: int) -> Parse[tuple[str | None, int]]:
 
 
 def read_value(source: Source, writer: ArgumentsWriter, key: str) -> Parse[bool]:
-    """Consume and write the value at the start of the text. Returns False if it was truncated."""
+    """Consume and write the value of `key` at the start of the text. Returns False if it was truncated."""
     first, types = source.text[0], writer.types(key)
     if first in _QUOTES and (not types or "string" in types):
         return (yield from _read_string(source, writer))
@@ -246,7 +246,7 @@ def _read_string(source: Source, writer: ArgumentsWriter) -> Parse[bool]:
 
 
 def skip_end_tags(source: Source, at: int, writer: ArgumentsWriter) -> Parse[int]:
-    """Return the position after the end tags of a call at `at`."""
+    """Return the position after the call's end tags at `at`; `at` if there are none. writer: knows the end tags."""
     while at < len(source.text):
         start, tag = writer.end_tags.first(source, at)
         if start > at or (not tag and source.final):
@@ -294,7 +294,10 @@ def _key_in_plain_text(source: Source, at: int, next_key: re.Pattern[str]) -> Pa
 
 
 def value_end(source: Source, at: int, next_key: re.Pattern[str] = NO_KEY) -> Parse[int]:
-    """Return the position of the comma, bracket or key after a JSON or Python value, or the end of the text."""
+    """Return the position of the comma, bracket or key after a JSON or Python value, or the end of the text.
+
+    next_key: pattern of a key that ends the value without a comma.
+    """
     opened: list[str] = []
     while True:
         if not opened and (key := (yield from _key_in_plain_text(source, at, next_key))):
@@ -362,7 +365,7 @@ class ListedCalls(ToolFormat):
     BARE_STARTS = "["
 
     def read(self, source: Source, calls: Calls) -> Parse[bool]:
-        """Consume the list of calls. An answer that is cut in a tool name is a call if one tool fits."""
+        """Consume the list of calls. A truncated tool name is completed if only one name begins like it."""
         yield from read_calls(source, 0, calls)
         while not source.final:
             yield

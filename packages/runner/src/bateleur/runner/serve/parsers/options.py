@@ -54,7 +54,7 @@ _CALLS_IN_TEMPLATE = (
 
 
 def tool_parser_of(template: str, tags: Collection[str]) -> str | None:
-    """Return the tool parser for a chat template. LFM2 is recognised by its tags, which its templates lack."""
+    """Return the tool parser for a chat template. LFM2's is chosen by tokenizer `tags`: its templates lack them."""
     if "tools" not in template:
         return None
     default = "lfm2" if "<|tool_call_start|>" in tags else None

@@ -70,7 +70,7 @@ def _read_functions(source: Source, at: int, calls: Calls) -> Parse[bool]:
 
 
 def _read_keywords(source: Source, writer: ArgumentsWriter) -> Parse[bool]:
-    """Consume arguments up to `)`. Returns False if they were truncated. Models forget commas and names."""
+    """Consume arguments up to `)`, even without commas or names. Returns False if they were truncated."""
     if names := "|".join(map(re.escape, writer.properties)):
         writer.next_key = re.compile(rf"(?<!\w)(?:{names})\s*=(?!=)")
     while True:

@@ -67,7 +67,10 @@ class Search:
         self._longest = max(map(len, known), default=1) - 1
 
     def first(self, source: Source, at: int = 0) -> tuple[int, str]:
-        """Return the position of the first tag and the tag, or of a possible start of a tag at the end, and ""."""
+        """Return the position and text of the first tag.
+
+        Without a tag, the text is "", and the position is that of an incomplete tag at the end, or the end.
+        """
         text = source.text
         if (found := self._pattern.search(text, at)) is not None:
             return found.start(), found[0]
@@ -95,7 +98,7 @@ class TagTable:
         return self._by_text.get(tag, tag)
 
     def mark(self, text: str, tags: Sequence[TextTag]) -> str:
-        """Replace each known tag in the text by the character that stands for it."""
+        """Replace each tag of this table in the text by its marker. tags: positions of tags in the text."""
         parts, at = [], 0
         for tag in tags:
             char = self._stand_ins.get(tag.token_id)
@@ -105,5 +108,5 @@ class TagTable:
         return "".join(parts) + text[at:]
 
     def unmark(self, text: str) -> str:
-        """Undo `mark`: replace each character that stands for a tag by the tag, such as `<think>`."""
+        """Undo `mark`: replace each marker by its tag, such as `<think>`."""
         return text.translate(self._texts)

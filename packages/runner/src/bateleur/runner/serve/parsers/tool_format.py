@@ -24,7 +24,7 @@ class Function(NamedTuple):
 
 
 class ToolFormat:
-    """Base class of tool call formats: parses the calls of an answer, and builds their grammar."""
+    """Base class of tool call formats. Parses calls of an answer, and builds their grammar from `CALL` and `LIST`."""
 
     START_TAGS: ClassVar[tuple[str, ...]] = ()
     """Tags that can start a call."""

@@ -87,7 +87,7 @@ class ResponseStore:
         return self._stored.get(response_id)
 
     def put(self, response: Item, inputs: list[Item], previous: StoredResponse | None) -> None:
-        """Store a response that has started or ended."""
+        """Store a response that has started or ended. inputs: its input items. previous: the response it continues."""
         self.drop(response["id"])
         output: list[Item] = response["output"]
         items = [*(previous.items if previous else ()), *inputs, *output]
@@ -135,7 +135,7 @@ class _Responses:
         return stored
 
     def _resolved(self, item: Item) -> Item:
-        """Return the item that an `item_reference` names. Raises HTTPException if it is not stored."""
+        """Return the item, or the stored item for an `item_reference`. Raises HTTPException if that is not stored."""
         if item.get("type") != "item_reference":
             return item
         found = self._store.outputs.get(str(item.get("id")))
@@ -185,7 +185,7 @@ class _Responses:
         return JSONText({"object": "response.input_tokens", "input_tokens": len(prompt["prompt_token_ids"])})
 
     async def retrieve(self, request: Request, response_id: str, stream: str = "false") -> Response:
-        """Return a stored response."""
+        """Return a stored response. stream: must be false."""
         with http_errors():
             if stream.lower() not in ("false", "0", ""):
                 refuse("stream", stream, "false: only the request that creates a response streams it")
