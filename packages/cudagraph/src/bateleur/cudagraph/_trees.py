@@ -40,8 +40,9 @@ def replace_tensors(tree: T, change: Callable[[Tensor], Tensor]) -> T:
 
 
 def watch_lazy_changes(state: object, *, into_objects: bool = True) -> Callable[[object], str | None]:
-    """Return a function that returns the path of the first part that a later state shares with `state` and that has
-    changed since, or None. Changed contents of tensors do not count, because every staging writes them.
+    """Remember the containers in `state`. The returned function takes a later state, and returns the path of the first
+    container that both states share and that has changed since, or None. Contents of tensors do not count, because
+    every staging writes them.
 
     into_objects: also look at containers that plain objects hold. False for PIECEWISE keys, because the eager parts of
     an attention backend may cache values there.

@@ -20,6 +20,7 @@ class BatchExecutionDescriptor:
         num_reqs: requests of the padded batch. None if requests are not padded (PIECEWISE).
         uniform_query_len: tokens of every request. None if requests may have different numbers of tokens.
         max_query_len: largest number of tokens of a request. None if nothing in the graph depends on it (PIECEWISE).
+        variant: anything else that needs its own graph, such as a LoRA rank.
     """
 
     mode: CudaGraphMode
@@ -77,6 +78,7 @@ class UnpaddedBatch:
         max_query_len: largest number of tokens of a request.
         decode_only: whether every request has finished its prompt. The caller must say this, because
             prefill chunks of equal length have the same sizes as a decode batch.
+        variant: as in `BatchExecutionDescriptor`.
     """
 
     num_reqs: int

@@ -24,6 +24,7 @@ class CapturedState(Generic[S]):
     Attributes:
         addresses: `Producer.addresses()` at capture.
         externals: memory that the graph uses and does not own. Empty if the backend cannot find it.
+        staged: the dummy batch of the capture.
         poison: whether `restage` first fills the buffers with invalid values.
     """
 
@@ -66,7 +67,7 @@ R = TypeVar("R")
 
 
 class CapturedKeys(dict[BatchExecutionDescriptor, R]):
-    """A manager's captured keys. A lookup of another key raises `NotCaptured` with its `missing_reason`."""
+    """A manager's captured keys. A lookup of another key raises `NotCaptured` with the text `missing_reason(key)`."""
 
     def __init__(self, missing_reason: Callable[[BatchExecutionDescriptor], str]) -> None:
         super().__init__()
@@ -85,7 +86,7 @@ class CapturedStateProducer(Producer[S]):
 
     Graphs captured with it read the buffers of the other manager's producer. So one staging per step serves both
     managers, and its `StagedBatch` can be replayed by both. A drafter uses it to read the target model's metadata.
-    ``keys``: the keys that will be used, of one producer. None: all keys captured so far.
+    ``keys``: the keys that will be used; they must have the same producer. None: all keys captured so far.
     """
 
     def __init__(self, states: CapturedStates[S], keys: Iterable[BatchExecutionDescriptor] | None = None) -> None:

@@ -122,9 +122,10 @@ def _join(batches: Sequence[UnpaddedBatch]) -> UnpaddedBatch:
 def _rank_without_graph(
     steps: Sequence[RankStep], joint: UnpaddedBatch, reason: DispatchReason, dispatcher: CudagraphDispatcher
 ) -> tuple[int | None, DispatchReason]:
-    """Return the rank whose batch meets the fewest constraints of a graph, and its first violated constraint.
+    """Return the rank that keeps the `joint` batch from a graph, and the constraint that it violates.
 
-    (None, `reason`) if the batch of each rank fits a graph. reason: why the joint batch runs eagerly.
+    Its own batch fits no graph, or it has not captured the joint one. Of several ranks, it is the one whose constraint
+    is checked first. (None, `reason`) if there is no such rank. reason: why the joint batch runs eagerly.
     """
     found: list[tuple[int, int | None, DispatchReason]] = []
     for rank, step in enumerate(steps):
@@ -195,8 +196,8 @@ class TorchDistCoordinator:
     The host waits for the result, because the padding of the step depends on it. With a GPU group, it also waits for
     earlier work on the current stream. All ranks must create the coordinator together: it compares their dispatchers.
 
-    group: None for the default group. dispatcher: if it differs between ranks, all ranks raise ValueError. device: of
-    the int64 buffers, which are allocated once.
+    group: None for the default group. dispatcher: if it differs between ranks, all ranks raise ValueError. device:
+    device of the int64 buffers, which are allocated once.
     """
 
     def __init__(

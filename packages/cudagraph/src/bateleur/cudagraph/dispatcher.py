@@ -218,7 +218,7 @@ class CudagraphDispatcher:
         return DispatchDecision(None, reason)
 
     def coverage(self, max_num_reqs: int, query_len: int, *, decode_only: bool = True) -> Coverage:
-        """Dispatch batches of 1 .. `max_num_reqs` requests with `query_len` tokens each, and sum the decisions up."""
+        """Dispatch batches of 1 .. `max_num_reqs` requests with `query_len` tokens each; summarise the decisions."""
         if max_num_reqs < 1 or query_len < 1:
             raise ValueError(f"max_num_reqs={max_num_reqs} and query_len={query_len} must be at least 1")
         batches = (

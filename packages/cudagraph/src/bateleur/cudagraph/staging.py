@@ -32,6 +32,7 @@ class StagedBatch(Generic[S]):
     Attributes:
         key: the graph that the batch was padded for. None if the step runs eagerly.
         state: the argument that the captured function reads. Its tensors are views of the producer's buffers.
+        generation: `Producer.generation` after this staging.
         signature: the host scalars of the state. None if the function reads none.
     """
 
@@ -92,7 +93,7 @@ def check_current(producer: Producer[S], key: BatchExecutionDescriptor, staged: 
 def stage_batch(
     producer: Producer[S], key: BatchExecutionDescriptor, phase: Phase, *, poison: bool, seed: int | None = None
 ) -> StagedBatch[S]:
-    """Stage a dummy batch for `key`, or the random batch of a `seed`, and check the key and generation it returns.
+    """Stage a dummy batch for `key`, or the random batch of a `seed`, and check the key and generation of the result.
 
     poison: whether to fill the buffers with invalid values before, if the producer is `Poisonable`.
     """

@@ -32,8 +32,8 @@ class DeviceFields:
 @dataclass(frozen=True, slots=True)
 class DeviceStep:
     """Values of a step on the device: ``num_computed_tokens`` (R,) integer, ``query_start_loc`` (R + 1,) int32, which
-    may be a view of the field itself, and ``token_ids`` (T - k,) int32 of all but the first k tokens, which the last
-    step sampled on the device.
+    may be a view of ``DeviceFields.query_start_loc``, and ``token_ids`` (T - k,) int32 of all but the first k tokens,
+    which the last step sampled on the device.
     """
 
     num_reqs: int
@@ -44,15 +44,16 @@ class DeviceStep:
 
 
 def expand(fields: DeviceFields, step: DeviceStep) -> None:
-    """Write all device fields of a batch, except the token ids that ``step`` lacks. Write block tables before."""
+    """Write all device fields of a batch, except k token ids (`DeviceStep`). Block tables must be up to date."""
     EXPAND.on(fields.seq_lens)(fields, step)
 
 
 def gather_block_tables(batch: Tensor, request_tables: Tensor, rows: Tensor, source: Tensor, width: int) -> None:
-    """Fill the first ``width`` columns of a batch's block table from the tables of all requests (last row: null).
+    """Fill the first ``width`` columns of a batch's block table from the tables of all requests.
 
-    source: (n,) int32, for each batch row the row of ``request_tables`` to copy, M if unused, or ``-1 - row`` to set
-    both rows to null. rows: (R,) int32, receives the row of ``request_tables`` for each batch row.
+    request_tables: (M + 1, C); the last row stays null. source: (n,) int32, for each batch row the row of
+    ``request_tables`` to copy, M if unused, or ``-1 - row`` to set the batch row and this row of ``request_tables`` to
+    null. rows: int32, receives the row of ``request_tables`` for each batch row.
     """
     GATHER.on(batch)(batch, request_tables, rows, source, width)
 
@@ -60,7 +61,7 @@ def gather_block_tables(batch: Tensor, request_tables: Tensor, rows: Tensor, sou
 def write_cells(batch: Tensor, request_tables: Tensor, rows: Tensor, cells: Tensor, ids: Tensor) -> None:
     """Write n new block ids to a batch's block table and to the tables of all requests.
 
-    cells: (n,) int32, ``batch row * C + column``. rows: (R,) row in ``request_tables`` of each batch row.
+    cells: (n,) int32, ``batch row * C + column``. rows, request_tables: as `gather_block_tables` left them.
     """
     CELLS.on(batch)(batch, request_tables, rows, cells, ids)
 

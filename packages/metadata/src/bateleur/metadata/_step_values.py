@@ -13,8 +13,8 @@ from bateleur.metadata.step_inputs import BatchLimits, KVCacheGroup, StepRows
 
 
 class StepLengths(NamedTuple):
-    """Upper bounds (R,) of the sequence lengths after a step, the largest one (0 for no rows), and the index of each
-    row's first token and the token count (R + 1,).
+    """``upper``: (R,) bounds of the sequence lengths after a step. ``longest``: the largest one, 0 for no rows.
+    ``starts``: (R + 1,) index of each row's first token, then the token count.
     """
 
     upper: I32Array
@@ -124,7 +124,7 @@ def used_table(table: I32Array, group: KVCacheGroup, lengths: StepLengths) -> I3
 
 
 def dummy_rows(shape: BatchShape, groups: Sequence[KVCacheGroup], context_len: int, is_prefilling: bool) -> StepRows:
-    """Return dummy rows of ``shape``, without requests: query lengths differ by at most 1, shorter ones first."""
+    """Return dummy rows of ``shape``, without requests: see :meth:`InputBuffers.dummy`."""
     num_reqs = shape.num_reqs
     query_lens = np.full(num_reqs, shape.num_tokens // max(num_reqs, 1), np.int32)
     if num_reqs:

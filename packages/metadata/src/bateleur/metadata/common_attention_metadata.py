@@ -116,7 +116,7 @@ def leading(values: Mapping[str, Any], name: str, size: int) -> Any:
 
 
 def leading_arrays(view: Callable[[str, int], Any], num_reqs: int, num_tokens: int) -> dict[str, Any]:
-    """Return the array arguments of :class:`CommonAttentionMetadata`. ``view(name, size)``: see :func:`leading`."""
+    """Return the arrays of a :class:`CommonAttentionMetadata`; ``view(name, size)`` returns ``size`` entries of one."""
     arrays = {name: view(name, field.leading_dim.size(num_reqs, num_tokens)) for name, field in FIELDS.items()}
     bound = SeqLenBound(arrays.pop("seq_lens_cpu_upper_bound"), arrays.pop("seq_lens_cpu_exact"))
     return arrays | {"seq_len_bound": bound}

@@ -94,7 +94,7 @@ class InputBuffers:
         """Stage a valid batch of ``shape`` without requests. Block tables are null and slots -1, so it stores nothing.
 
         Query lengths differ by at most 1, shorter rows first. ``context_len``: computed tokens of each row; default 1,
-        or 0 for rows that count as prompts (``is_prefilling``).
+        or 0 for rows that count as prompts (``is_prefilling``). ``max_seq_len``: see `stage`.
         """
         context = (0 if is_prefilling else 1) if context_len is None else context_len
         rows = dummy_rows(shape, self.groups, context, is_prefilling)

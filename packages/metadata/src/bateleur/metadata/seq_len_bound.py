@@ -60,7 +60,7 @@ class SeqLenBound:
         return int(value) if isinstance(rows, int) else value
 
     def advanced(self, k: int, cap: int) -> SeqLenBound:
-        """Return the bounds after ``k`` more tokens, 0 in padded rows. Those lowered to ``cap`` become inexact.
+        """Return the bounds after ``k`` more tokens, 0 in padded rows. Bounds lowered to ``cap`` become inexact.
 
         ``cap`` is ``max_model_len``. Raises ValueError for negative ``k``.
         """

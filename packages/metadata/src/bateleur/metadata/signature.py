@@ -22,7 +22,7 @@ class Role(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Signature:
-    """Named host scalars of one batch with their roles. BOUND and FLOOR values must be comparable."""
+    """Named host scalars of one batch with their roles. Values of roles BOUND and FLOOR must be comparable."""
 
     items: tuple[tuple[str, Role, Hashable], ...] = ()
 

@@ -24,7 +24,8 @@ class CapturedBody(Generic[S, T]):
     """A captured body (the function to capture): one graph, or several graphs with eager parts between them.
 
     Its output tensors have fixed addresses and own no memory. Every replay of a graph of the same backend object may
-    overwrite them. ``run`` replays the body for a state, and returns its output. ``memory``: storages that graphs use.
+    overwrite them. Arguments: ``run`` replays the body for a state and returns its output, ``memory`` has the storages
+    that the graphs use.
 
     Attributes:
         num_graphs: number of captured graphs. 1 for a FULL key, 0 if nothing was captured (eager backend).
@@ -86,7 +87,7 @@ class GraphBackend(Protocol):
         return nullcontext()
 
     def capture(self, body: Body[S, T], key: BatchExecutionDescriptor, state: S) -> CapturedBody[S, T]:
-        """Capture one call of `body`: one graph for a FULL key, several pieces for a PIECEWISE key.
+        """Capture one call of `body` with `state`: one graph for a FULL key, several pieces for a PIECEWISE key.
 
         Raises `HostSync` if the body read a device value on the host, `CaptureError` if it raised or did something else
         that no graph can hold. The backend can capture again.

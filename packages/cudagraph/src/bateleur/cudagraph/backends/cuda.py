@@ -122,7 +122,7 @@ class CudaBackend(GraphBackend):
             yield
 
     def capture(self, body: Body[S, T], key: BatchExecutionDescriptor, state: S) -> CapturedBody[S, T]:
-        """Capture one call of `body`. Call it within `session()`, else it raises `CaptureError`."""
+        """Capture one call of `body` with `state`. Call it within `session()`, else it raises `CaptureError`."""
         if not self._in_session:
             raise CaptureError(f"{key}: capture() must be called within session()")
         if torch.cuda.is_current_stream_capturing():

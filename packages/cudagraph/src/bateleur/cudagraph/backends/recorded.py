@@ -114,7 +114,7 @@ class RecordedBackend(GraphBackend):
         self._pool_views: PoolViews = WeakSet()
 
     def capture(self, body: Body[S, T], key: BatchExecutionDescriptor, state: S) -> CapturedBody[S, T]:
-        """Record one call of `body`.
+        """Record one call of `body` with `state`.
 
         The operators run during the capture. Afterwards external memory that they wrote and the random generators are
         restored bit for bit, and the memory of the capture itself is poisoned. So a capture has no effect, as on CUDA.
@@ -240,7 +240,7 @@ class _OperatorRecorder(CaptureTracker):
             self.memory.add(tensor, owned=True)
 
     def _move_to_pool(self, moved: dict[UntypedStorage, UntypedStorage], value: Any) -> Any:
-        """Return for a tensor in new storage one in the pool, which has the copies `moved`, else `value`."""
+        """Return a copy in the pool of a tensor that is not tracked, else `value`. moved: pool copies of storages."""
         if not self._on_device(value) or self.memory.find(value) is not None:
             return value
         storage = value.untyped_storage()
@@ -249,7 +249,7 @@ class _OperatorRecorder(CaptureTracker):
         return self._view(moved[storage], value, value.storage_offset())
 
     def _shared_view(self, value: Any) -> Any:
-        """Return for a tensor a view of the same memory that does not keep it allocated, else `value`."""
+        """Return a view of a tensor that does not keep its memory allocated. Other values are returned as they are."""
         if not self._on_device(value):
             return value
         tracked = self._track(value)

@@ -44,7 +44,8 @@ class Launch:
 class WorkShape:
     """Sizes of the work list of a batch, and launch options of the kernels that read it, computed on the host.
 
-    The list is an int32 tensor (``num_entries``, 8): the items of each launch, then ``splits`` joins of each launch.
+    The list is an int32 tensor (``num_entries``, 8): the items (one query tile with one KV split each)
+    of each launch, then ``splits`` joins (sums over the splits of a tile) of each launch.
     :mod:`bateleur.metadata.kernels.work_list` describes the entries.
 
     Attributes:
@@ -75,7 +76,7 @@ class WorkShape:
 
 @cache
 def device_sizes(device: torch.device) -> tuple[int, int]:
-    """Number of multiprocessors, and bytes of shared memory a block: 227 KiB on sm_90, 163 on sm_80, 99 on sm_86."""
+    """Return multiprocessors, and bytes of shared memory per block: 227 KiB on sm_90, 163 on sm_80, 99 on sm_86."""
     if device.type != "cuda":  # Triton's interpreter
         return 1, 227 << 10
     found = torch.cuda.get_device_properties(device)
@@ -88,8 +89,10 @@ def split_limit(num_kv_heads: int, num_sms: int) -> int:
 
 
 def min_split_keys(block_m: int) -> int:
-    """Fewest keys of a KV split, a multiple of every N: starting a program costs as much as reading 256 keys, and the
-    float32 partial output of M lines takes at most half of the bytes of ``4 * M`` keys and values.
+    """Return the fewest keys of a KV split for tiles of M = ``block_m`` lines; a multiple of every N.
+
+    Starting a program costs as much as reading 256 keys. The float32 partial output of M lines takes at most half of
+    the bytes of ``4 * M`` keys and values.
     """
     return max(256, 4 * block_m)
 
@@ -102,16 +105,17 @@ def tile_options(
     converts: bool = False,
     long_queries: bool = False,
 ) -> dict[str, Any]:
-    """Tile sizes and launch options for tiles of about ``tile_rows`` lines, at most 128 (two warp groups).
+    """Return tile sizes and launch options for tiles of about ``tile_rows`` lines, at most 128 (two warp groups).
 
     float32 has no tensor cores of its precision, so its loop iterations are small. If a kernel ``converts`` keys of
     another dtype, fewer registers are left to fetch keys ahead: one pipeline stage less above head dimension 128, none
     in float32. Queries of 128 lines with head dimension 256 take 64 KiB, too much for a device with ``shared_bytes``
-    below 112 KiB.
+    (of shared memory per block) below 112 KiB, so tiles there have at most 64 lines above head dimension 128.
 
-    ``long_queries``: all requests have more than MAX_SHORT_QUERY_LEN tokens. With 200 KiB, up to 128 dimensions then
-    take twice as many keys in an iteration, which rescales the sums half as often; larger ones would spill registers.
-    Short queries keep the N of a decode, so that a draft adds its keys in the same order as a decoded token.
+    ``long_queries``: all requests have more than MAX_SHORT_QUERY_LEN tokens. With 200 KiB of shared memory and a head
+    dimension up to 128, an iteration then takes twice as many keys, which rescales the sums half as often; with larger
+    heads it would spill registers. Short queries keep the N of a decode, so that a draft adds its keys in the same
+    order as a decoded token.
     """
     block_d = max(16, next_power_of_2(head_dim))
     full = dtype == torch.float32
@@ -148,7 +152,7 @@ def join_options(block_m: int, head_dim: int) -> dict[str, Any]:
 
 
 def launches_of(max_query_len: int, group: int) -> list[tuple[int, int, int]]:
-    """Return (shortest query length, longest or 0 for no limit, lines of a tile) of each attention launch."""
+    """Return (shortest query, longest or 0 for no limit, tile lines) per launch. group: query heads of a key head."""
     if max_query_len <= MAX_SHORT_QUERY_LEN:
         return [(1, 0, max_query_len * group)]
     return [(1, MAX_SHORT_QUERY_LEN, min(MAX_SHORT_QUERY_LEN * group, 64)), (MAX_SHORT_QUERY_LEN + 1, 0, 128)]

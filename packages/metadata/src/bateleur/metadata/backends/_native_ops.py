@@ -24,7 +24,8 @@ def write_kv(
     q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor,
     cos: Tensor | None, sin: Tensor | None, kv_scales: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Rotate ``q`` in place, and store rotated keys and values in the slots of the KV cache. Slot -1 stores nothing.
+    """Rotate ``q`` in place, and store rotated keys and values in the slots of the KV cache, in C. Slot -1 stores
+    nothing. Same arguments as ``ops.rotate_and_write_kv`` without norms.
 
     Raises IndexError if a slot is outside of the cache. Nothing is stored then.
     """
@@ -52,8 +53,9 @@ def paged_attention(
     num_decodes: int, max_query_len: int, max_seq_len: int, scale: float, sliding_window: int,
     work: Tensor | None = None, sinks: Tensor | None = None, kv_scales: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Return attention (T, Hq, D) over a paged cache, in C. A query's result does not depend on the other requests.
+    """Return attention over a paged cache, in C. Same arguments and result as ``ops.paged_attention``.
 
+    A query's result does not depend on the other requests.
     Raises IndexError if the block table names a block outside of the cache.
     """
     _torch_ops.check_sizes(q, k_cache, block_table, seq_lens, num_decodes, max_seq_len, sinks)

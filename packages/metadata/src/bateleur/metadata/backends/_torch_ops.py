@@ -25,7 +25,7 @@ _MAX_TILE_KEYS = 1 << 20  # gathered entries of a tile of several rows: keys and
 def write_kv(
     k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor, kv_scales: Tensor | None = None
 ) -> None:
-    """Store keys and values of T tokens in the KV cache by slot. For slot -1, zeros go to slot 0 of the null block."""
+    """Store keys and values by slot, see ``ops.write_kv``. For slot -1, zeros go to slot 0 of the null block."""
     check_slots(k, v, slot_mapping)
     skipped = (slot_mapping < 0)[:, None, None]
     slots = slot_mapping.clamp(min=0)
@@ -50,7 +50,10 @@ def rotate_and_write_kv(
     cos: Tensor | None, sin: Tensor | None, q_norm: Tensor | None = None, k_norm: Tensor | None = None,
     eps: float = 0.0, kv_scales: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Apply optional RMS norms and rotary embedding to ``q`` (in place) and ``k``, then store ``k`` and ``v``."""
+    """Apply optional RMS norms and rotary embedding to ``q`` (in place) and ``k``, then store ``k`` and ``v``.
+
+    Same arguments as ``ops.rotate_and_write_kv``.
+    """
     if q_norm is not None and k_norm is not None:
         whole = norm_spans_all_heads(q, k, q_norm, k_norm)
         q.copy_(rms_norm(q, q_norm, eps, whole))
@@ -82,7 +85,7 @@ def rms_norm(x_THD: Tensor, weight: Tensor, eps: float, whole: bool) -> Tensor:
 
 
 def apply_rotary(x_THD: Tensor, cos_T1R: Tensor, sin_T1R: Tensor) -> Tensor:
-    """Rotate the leading R dimensions of every head: dimension i is paired with i + R/2."""
+    """Rotate the leading R dimensions of every head: dimension i is paired with i + R/2. Sines are signed."""
     rotary_dim = cos_T1R.shape[-1]
     part_THR = x_THD[..., :rotary_dim]
     return torch.addcmul(part_THR * cos_T1R, part_THR.roll(rotary_dim // 2, -1), sin_T1R)
@@ -93,7 +96,7 @@ def paged_attention(
     num_decodes: int, max_query_len: int, max_seq_len: int, scale: float, sliding_window: int,
     work: Tensor | None = None, sinks: Tensor | None = None, kv_scales: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Return attention (T, Hq, D) over the paged caches, as :data:`bateleur.metadata.ops.paged_attention`, in tiles."""
+    """Return attention over the paged caches, in tiles. Same arguments and result as ``ops.paged_attention``."""
     check_sizes(q, k_cache, block_table, seq_lens, num_decodes, max_seq_len, sinks)
     out_THD = q.new_zeros(q.shape[0] + 1, *q.shape[1:])  # the last row receives results of padded queries
     if not max_seq_len:
@@ -114,7 +117,7 @@ def attention_work(
     k_cache: Tensor, seq_lens: Tensor, query_start_loc: Tensor, num_heads: int, num_tokens: int, max_query_len: int,
     sliding_window: int, dtype: torch.dtype | None = None,
 ) -> Tensor:  # fmt: skip
-    """Return zeros of the size of a work list. Only Triton kernels read the list."""
+    """Return zeros of the size of a work list, which only Triton reads. Arguments: ``ops.attention_work``."""
     num_rows = seq_lens.shape[0]
     shape = work_shape(num_heads, k_cache, num_rows, num_tokens, max_query_len, sliding_window, dtype)
     return seq_lens.new_zeros(shape.num_entries, ENTRY_SIZE, dtype=torch.int32)
@@ -148,7 +151,10 @@ def check_sizes(
 def _sink_attention(
     q_RHMD: Tensor, k_RHSD: Tensor, v_RHSD: Tensor, hidden_RMS: Tensor, scale: float, sinks: Tensor
 ) -> Tensor:
-    """Return attention (R, H, M, D), at least float32, with one more key of score ``sinks[h]`` and without a value."""
+    """Return attention (R, H, M, D), at least float32, with one more key of score ``sinks[h]`` and without a value.
+
+    hidden_RMS: True for keys that a query does not see.
+    """
     exact = torch.promote_types(q_RHMD.dtype, torch.float32)
     group = q_RHMD.shape[1] // k_RHSD.shape[1]
     k, v = (x.to(exact).repeat_interleave(group, 1) for x in (k_RHSD, v_RHSD))

@@ -114,7 +114,8 @@ class AttentionBackend:
     """Base class of attention backends: a metadata builder and kernels over a paged KV cache.
 
     Block 0 of a cache is the null block. No request owns it, and its slot 0 stays zero. Other unused entries of the
-    cache may hold any value; they may be NaN unless ``needs_finite_cache``.
+    cache may hold any value; they may be NaN unless ``needs_finite_cache``. Each class variable is
+    explained after its declaration.
     """
 
     name: ClassVar[str]
@@ -187,8 +188,8 @@ class AttentionBackend:
 
         A model calls it once per forward pass, before its layers, and passes the result to every ``attend``. A CUDA
         graph records the call. Called only for backends with ``tolerates_loose_bounds``. Without a list, ``attend``
-        computes one if the backend needs it. kv: caches of one of the layers. dtype: of the queries; None: that of
-        the caches.
+        computes one if the backend needs it. kv: caches of one of the layers. num_heads: query heads. dtype: dtype of
+        the queries; None: that of the caches.
         """
         return None
 
@@ -238,7 +239,7 @@ class AttentionBackend:
         """Raise ValueError for unsupported arguments, before anything is stored."""
 
     def attend_cache(self, q: Tensor, kv: KVCache, meta: PagedAttentionMetadata, options: AttentionOptions) -> Tensor:
-        """Return attention (T, Hq, D) over the cache; 0 for padded tokens."""
+        """Return attention (T, Hq, D) over the cache for queries (T, Hq, D); 0 for padded tokens."""
         scale, window, *rest = options
         bounds = meta.num_decodes, meta.max_query_len, meta.max_seq_len
         rows = meta.block_table, meta.seq_lens, meta.query_start_loc, *bounds

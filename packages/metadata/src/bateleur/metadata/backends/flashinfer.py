@@ -70,8 +70,9 @@ class FlashInferMetadata(PagedAttentionMetadata):
 
 
 class PlanConfig(NamedTuple):
-    """Properties that attention layers must have in common to share one plan per batch. ``sizes``: query heads, key
-    heads, head dimension and block size. ``shape``: None for the wrapper of eager batches.
+    """Properties that attention layers must have in common to share one plan per batch. ``decode``: decodes,
+    else prefills. ``sizes``: query heads, key heads, head dimension and block size. ``shape``: None for the
+    wrapper of eager batches.
     """
 
     decode: bool
@@ -94,7 +95,7 @@ class PlanCache:
         self._workspaces: dict[torch.device, Tensor] = {}
 
     def wrapper(self, config: PlanConfig, meta: FlashInferMetadata) -> PlannedWrapper | None:
-        """Return the wrapper of ``config``; None if it is for graphs and ``meta`` comes before their capture."""
+        """Return the wrapper of ``config``. The wrapper of a graph is made at its capture; before, None is returned."""
         if config not in self._wrappers:
             if config.shape is not None and not meta.for_capture:
                 return None
@@ -255,7 +256,7 @@ class FlashInferBuilder(PagedAttentionBuilder):
         )
 
     def addresses(self) -> Mapping[str, int]:
-        """Return the plan buffers that graphs read."""
+        """Return the addresses of the plan buffers that graphs read, by name."""
         return self._plans.addresses(self._owner)
 
 

@@ -52,8 +52,8 @@ def waits_for_device(
 
 
 def _waits_for_mask(arguments: dict[str, Any], on_device: Callable[[Tensor], bool]) -> bool:
-    """Return whether indexing by a mask makes the host wait for the number of selected elements: not if the mask is the
-    only index and the value is one host number. torch then calls `masked_fill`.
+    """Return whether indexing by a mask makes the host wait for the number of selected elements. If the mask is the
+    only index and the assigned value is one number on the host, torch calls `masked_fill`, which does not wait.
     """
     given = [index for index in arguments["indices"] if index is not None]
     value = arguments.get("values")

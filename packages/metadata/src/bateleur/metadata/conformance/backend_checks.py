@@ -145,8 +145,8 @@ class _Case:
     def attend(
         self, backend: AttentionBackend, batch: CommonAttentionMetadata, garbage: float, read: KVCache | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the output and both caches of ``backend`` for the same inputs. ``read``: attend over these caches
-        instead of those written.
+        """Return the output and both caches of ``backend`` for the same inputs. ``garbage``: see `inputs`.
+        ``read``: attend over these caches instead of those written.
         """
         q, k, v, k_cache, v_cache = self.inputs(batch, garbage)
         rotary, lanes = _rotary(batch, self.dim, self.dtype), torch.arange(self.dim, device=self.device) / self.dim

@@ -222,7 +222,8 @@ def _changes(
 ) -> Iterator[tuple[str, str]]:
     """Yield (letter, text) of each violation: a moved tensor, or a changed host value missing from the signature.
 
-    baked, later: values of the capture and of a batch that replays it, by path.
+    baked, later: values of the capture and of a batch that replays it, by path. in_signature: (captured, later)
+    values of the scalars in the signature.
     """
     if baked.keys() != later.keys():
         yield "M", f"{min(baked.keys() ^ later.keys())} is only in one of a capture and a run of its key"

@@ -31,11 +31,11 @@ def _offsets(
     table_ptr, start, first, last, strides,
     BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, PAGES_AT_ONCE: tl.constexpr, ONE_BY_ONE: tl.constexpr,
 ):  # fmt: skip
-    """Return memory offsets (N,) in the KV cache of the keys from ``start`` on, a multiple of N.
+    """Return offsets (N,) in the KV cache, in elements, of keys ``start`` to ``start + N - 1``; N divides ``start``.
 
     If pages and iterations are aligned, the block id is loaded once for each page: for all pages in one load, or one
     by one with ``ONE_BY_ONE``. Otherwise it is loaded for each key. Block ids of pages without a key in ``first`` to
-    ``last - 1`` are not read.
+    ``last - 1`` are not read. table_ptr: block table of the request. strides: those of block and slot.
     """
     n = tl.arange(0, BLOCK_N)
     if BLOCK_SIZE % BLOCK_N == 0:
@@ -113,7 +113,7 @@ def attend_range(
     GROUP: tl.constexpr, BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, WINDOW: tl.constexpr,
     BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Return the softmax state after the keys ``first`` to ``last - 1``. Keys visible to all queries need no mask."""
+    """Return the softmax state after some keys (see `attend_keys`). Keys that all queries see need no mask."""
     state = empty_state(q_MD.shape[0], q_MD.shape[1])
     if WINDOW == 0:
         whole = tl.maximum(tl.minimum(last, origin + begin_m // GROUP + 1) // BLOCK_N * BLOCK_N, first)
@@ -130,7 +130,7 @@ def attend_range(
 
 @triton.jit
 def finish(state, scale):
-    """Return the attention output (M, D), 0 without keys, and the base-2 logarithm of the sum of weights (M,)."""
+    """Return attention output (M, D), 0 without keys, and log2 of the weight sums (M,). scale: see `attend_keys`."""
     acc_MD, peak_M, total_M = state
     safe_M = tl.where(total_M > 0, total_M, 1.0)
     return acc_MD / safe_M[:, None], peak_M * scale + tl.log2(safe_M)
@@ -141,7 +141,9 @@ def _zero_tokens(
     out_ptr, first, last, step, head, num_heads,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Zero a key head's outputs: tiles at lines ``first``, ``first + step``, ... up to token ``last - 1``."""
+    """Zero the outputs of key head ``head`` in tiles that start at lines ``first``, ``first + step``, ... (a token has
+    GROUP lines), up to the lines of token ``last - 1``.
+    """
     d = tl.arange(0, BLOCK_D)[None, :]
     for begin in range(first, last * GROUP, step):
         m = begin + tl.arange(0, BLOCK_M)
@@ -166,7 +168,8 @@ def attention_kernel(
 
     If a tile has one split, the program writes the output (T, Hq, D). Otherwise it writes a normalised partial output
     (M, D) and the base-2 logarithm of the sum of weights (M,), both in float32. Padding items zero the padded tokens.
-    SCALED: the cache's scales (2, key heads) multiply the scores and the output.
+    SCALED: the cache's scales (2, key heads) multiply the scores and the output. first_item, first_line: see `Launch`.
+    q_token to table_row: strides.
     """
     head, num_kv_heads = tl.program_id(1), tl.num_programs(1)
     num_heads = num_kv_heads * GROUP
@@ -227,6 +230,7 @@ def join_kernel(
     """Compute the output of a tile's lines from the partial outputs of its splits, always in the order of the splits.
 
     Grid (joins, groups of L lines of a tile, key heads). Occupancy on sm_90: at least 3 blocks per SM.
+    first_join: index of the first join in the work list.
     """
     head, num_kv_heads = tl.program_id(2), tl.num_programs(2)
     join_ptr = work_ptr + (first_join + tl.program_id(0)) * 8

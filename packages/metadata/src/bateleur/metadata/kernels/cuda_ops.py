@@ -14,7 +14,7 @@ def rotate_and_write_kv(
     cos: Tensor | None, sin: Tensor | None, q_norm: Tensor | None = None, k_norm: Tensor | None = None,
     eps: float = 0.0, kv_scales: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Apply optional RMS norms and rotary embedding to ``q`` (in place) and ``k``, then store ``k`` and ``v``."""
+    """Apply RMS norms and rotary embedding, store ``k`` and ``v``. Same arguments as ``ops.rotate_and_write_kv``."""
     _check_layout(k_cache, v_cache, q=q, k=k, v=v)
     if not slot_mapping.shape[0] == q.shape[0] == k.shape[0] or k.shape != v.shape:
         raise ValueError(
@@ -46,7 +46,7 @@ def paged_attention(
     num_decodes: int, max_query_len: int, max_seq_len: int, scale: float, sliding_window: int,
     work: Tensor | None = None, sinks: Tensor | None = None, kv_scales: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Return paged attention (T, Hq, D) by Triton kernels. ``work``: the work list; None computes it."""
+    """Return paged attention by Triton kernels. Same arguments and result as ``ops.triton_paged_attention``."""
     _check_layout(k_cache, v_cache, q=q)
     check_sizes(q, k_cache, block_table, seq_lens, num_decodes, max_seq_len, sinks)
     if scale <= 0:

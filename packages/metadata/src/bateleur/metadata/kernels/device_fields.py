@@ -27,7 +27,8 @@ def device_fields_kernel(
 
     Occupancy on sm_90: at least 16 blocks per SM.
 
-    FIELDS: write all fields, else slots only. BLOCK_SIZE: 0 if there are no slots.
+    FIELDS: write all fields, else slots only. BLOCK_SIZE: 0 if there are no slots. FILL: ``seq_lens`` of padded rows.
+    SEARCH: steps of the binary search for the row of a token. new_ids_ptr: ids of tokens from ``first_id`` on.
     """
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     if FIELDS:
@@ -71,7 +72,7 @@ def gather_block_tables_kernel(
 ):
     """Copy block-table rows from the table of all requests to that of the batch. Grid (batch rows, tiles of columns).
 
-    Occupancy on sm_90: at least 16 blocks per SM.
+    Occupancy on sm_90: at least 16 blocks per SM. Arguments as in `_device_fields.gather_block_tables`.
     """
     place = tl.program_id(0).to(tl.int64)
     source = tl.load(source_ptr + place)
@@ -91,7 +92,7 @@ def write_block_ids_kernel(
     batch_ptr, request_tables_ptr, rows_ptr, cells_ptr, new_ptr, table_row, num_cells, BLOCK: tl.constexpr
 ):
     """Write new block ids to the block tables of the batch and of all requests. Grid (tiles of written cells).
-    Occupancy on sm_90: at least 16 blocks per SM.
+    Occupancy on sm_90: at least 16 blocks per SM. Arguments as in `_device_fields.write_cells`; ``new_ptr``: the ids.
     """
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     real_C = index < num_cells
@@ -104,7 +105,7 @@ def write_block_ids_kernel(
 
 
 def expand(fields: DeviceFields, step: DeviceStep) -> None:
-    """Write all device fields except the block tables. One launch, and one more for each further group with slots."""
+    """Write device fields as `_device_fields.expand`, by one launch and one more for each further group with slots."""
     x, num_tokens = fields, step.num_tokens
     max_reqs, max_tokens = x.seq_lens.shape[0], x.positions.shape[0]
     sizes = step.num_reqs, num_tokens, max_reqs, max_tokens, num_tokens - step.token_ids.shape[0]

@@ -55,7 +55,7 @@ def _rows(row_J, there_J, lengths, kind):
 
 @triton.jit
 def _count_splits(num_keys, size):
-    """Return the number of splits of a request. Without keys it has one, because a program must write its output."""
+    """Return the number of splits of ``size`` keys; one without keys, because a program must write its output."""
     return tl.maximum(tl.cdiv(num_keys, size), 1)
 
 
@@ -74,7 +74,10 @@ def _store(entry_ptr, mask, a, b, c, d, e, f, g, h):
 
 @triton.jit
 def _count_items(ends_ptr, num_rows, lengths, kind, splits, min_keys, BLOCK: tl.constexpr):
-    """Return the keys per split and the number of items of a launch. Writes cumulative item counts to ``ends_ptr``."""
+    """Return the keys per split and the number of items of a launch. Writes cumulative item counts to ``ends_ptr``.
+
+    lengths, kind: see `_rows`. splits: see `WorkShape`.
+    """
     block_n, work = kind[5], tl.zeros([], tl.int64)
     for begin in range(0, num_rows, BLOCK):
         row_J = num_rows - 1 - begin - tl.arange(0, BLOCK)
@@ -99,6 +102,7 @@ def _row_of(ends_ptr, index_I, real_I, num_rows, search):
     """Return the row of each item, counted from the last one, and the number of items before the row.
 
     A binary search in ``ends_ptr``, the result of `_count_items`, takes ``search`` steps.
+    real_I: mask of the items.
     """
     low_I, high_I = tl.zeros_like(index_I), tl.zeros_like(index_I) + num_rows
     for _ in range(search):
@@ -117,7 +121,8 @@ def _write_items(
 ):  # fmt: skip
     """Write all items of a launch with their padding, and the joins of split tiles. Returns the number of joins.
 
-    size, total: results of `_count_items`. last: token from which padding items write zeros. first_line: see `Launch`.
+    lengths, kind: see `_rows`. size, total: results of `_count_items`.
+    last: token from which padding items write zeros. first_line: see `Launch`.
     """
     _, _, group, _, block_m, block_n = kind
     parts, joins = 0, 0
@@ -197,7 +202,7 @@ def attention_work(
     k_cache: Tensor, seq_lens: Tensor, query_start_loc: Tensor, num_heads: int, num_tokens: int, max_query_len: int,
     sliding_window: int, dtype: torch.dtype | None = None,
 ) -> Tensor:  # fmt: skip
-    """Compute the work list, (num_entries, 8) int32, for layers with ``num_heads`` and caches like ``k_cache``."""
+    """Compute the work list by `work_kernel`. Same arguments and result as ``ops.attention_work``."""
     num_rows = seq_lens.shape[0]
     shape = work_shape(num_heads, k_cache, num_rows, num_tokens, max_query_len, sliding_window, dtype)
     work = torch.empty(shape.num_entries, ENTRY_SIZE, dtype=torch.int32, device=seq_lens.device)

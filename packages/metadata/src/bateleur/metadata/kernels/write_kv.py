@@ -1,6 +1,6 @@
 """RMS norm and rotary embedding of queries and keys, fused with the write of keys and values to the cache.
 
-Shapes: H heads of a tile, L dimensions of a head ("lanes"), or one half of its rotated dimensions.
+Shapes: H heads of a tile, L dimensions of a head ("lanes"), or one half of its rotated dimensions. real_HL: mask.
 """
 
 from functools import cache
@@ -61,7 +61,7 @@ def _rotate(
 ):  # fmt: skip
     """Rotate dimensions i and i + HALF of each head, in float32. Source and target may be the same memory.
 
-    turning_L: mask of the dimensions i.
+    turning_L: mask of the dimensions i. scale_H, weight_HL: of the norm, see `_normed`. kv_scale_H: see `_store`.
     """
     low_HL, high_HL = tl.load(source_HL, mask=real_HL), tl.load(source_HL + HALF, mask=real_HL)
     if NORM > 0:
@@ -92,7 +92,8 @@ def _side(
     BLOCK_H: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Normalise and rotate the query or key heads of one tile, from source to target. REST: also copy the
-    dimensions that are not rotated.
+    dimensions that are not rotated. target_head: stride. TILES: number of tiles that divide HEADS heads; the first
+    ``real_heads`` heads are written. Other arguments as in `write_kernel`.
     """
     HALF: tl.constexpr = ROTARY_DIM // 2
     half_L, lane_L = tl.arange(0, BLOCK_HALF)[None, :], tl.arange(0, BLOCK_D)[None, :]
@@ -142,7 +143,7 @@ def write_kernel(
     Occupancy on sm_90: at least 10 blocks per SM.
 
     NORM: 0 none, 1 over each head, 2 over all heads of a token (then one program handles all tiles). SCALED: keys and
-    values are divided by the scales (2, KV_HEADS).
+    values are divided by the scales (2, KV_HEADS). q_token to kv_head: strides.
     """
     token, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
     REST: tl.constexpr = ROTARY_DIM < HEAD_DIM
