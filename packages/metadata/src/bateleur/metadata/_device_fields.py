@@ -44,7 +44,7 @@ class DeviceStep:
 
 
 def expand(fields: DeviceFields, step: DeviceStep) -> None:
-    """Write all device fields of a batch, except k token ids (`DeviceStep`). Block tables must be up to date."""
+    """Write all device fields of a batch except k token ids (see `DeviceStep`). Block tables must be written before."""
     EXPAND.on(fields.seq_lens)(fields, step)
 
 

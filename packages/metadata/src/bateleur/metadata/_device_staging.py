@@ -44,7 +44,7 @@ class DeviceStaging:
         queue: DeviceQueue,
         seq_len_fill: int,
     ) -> None:
-        """tensors: arrays of each batch field, full size. tables: those of all requests; empty if steps upload them."""
+        """tensors: full-size arrays of each field. tables: block tables of all requests; empty if steps upload them."""
         self._tensors, self._groups, self._queue = tensors, groups, queue
         self._request_tables, self._tables = tables, tensors["block_tables"]
         self._num_request_rows = len(tables[0].ids) if tables else 0

@@ -14,7 +14,7 @@ _PART = 4  # int32 entries; 16-byte alignment keeps Triton at one specialisation
 
 
 class DeviceQueue(Protocol):
-    """Queue of work on a device. It may run calls later, but in order, and before device work that follows them."""
+    """Queue of work on a device. It runs calls in order, maybe later, but before device work queued after them."""
 
     def copy(self, target: Tensor, source: Tensor) -> None:
         """Enqueue a copy into the device tensor ``target``, converted to its dtype. The caller does not write to

@@ -13,7 +13,7 @@ from bateleur.metadata.step_inputs import BatchLimits, KVCacheGroup, StepRows
 
 
 class StepLengths(NamedTuple):
-    """``upper``: (R,) bounds of the sequence lengths after a step. ``longest``: the largest one, 0 for no rows.
+    """Lengths of a step. ``upper``: (R,) upper bounds of sequence lengths after it. ``longest``: largest, 0 if none.
     ``starts``: (R + 1,) index of each row's first token, then the token count.
     """
 

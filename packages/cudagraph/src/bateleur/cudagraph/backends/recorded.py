@@ -240,7 +240,7 @@ class _OperatorRecorder(CaptureTracker):
             self.memory.add(tensor, owned=True)
 
     def _move_to_pool(self, moved: dict[UntypedStorage, UntypedStorage], value: Any) -> Any:
-        """Return a copy in the pool of a tensor that is not tracked, else `value`. moved: pool copies of storages."""
+        """Return `value`, or its copy in the pool if it is an untracked tensor. moved: pool copies of storages."""
         if not self._on_device(value) or self.memory.find(value) is not None:
             return value
         storage = value.untyped_storage()

@@ -44,9 +44,9 @@ class Launch:
 class WorkShape:
     """Sizes of the work list of a batch, and launch options of the kernels that read it, computed on the host.
 
-    The list is an int32 tensor (``num_entries``, 8): the items (one query tile with one KV split each)
-    of each launch, then ``splits`` joins (sums over the splits of a tile) of each launch.
-    :mod:`bateleur.metadata.kernels.work_list` describes the entries.
+    The list is an int32 tensor (``num_entries``, 8): the items (one query tile with one KV split each) of each
+    launch, then ``splits`` joins (sums over the splits of a tile) of each launch. Entries are described in
+    :mod:`bateleur.metadata.kernels.work_list`.
 
     Attributes:
         group: query heads of a key head.
@@ -76,7 +76,7 @@ class WorkShape:
 
 @cache
 def device_sizes(device: torch.device) -> tuple[int, int]:
-    """Return multiprocessors, and bytes of shared memory per block: 227 KiB on sm_90, 163 on sm_80, 99 on sm_86."""
+    """Return the number of SMs, and bytes of shared memory per block: 227 KiB on sm_90, 163 on sm_80, 99 on sm_86."""
     if device.type != "cuda":  # Triton's interpreter
         return 1, 227 << 10
     found = torch.cuda.get_device_properties(device)

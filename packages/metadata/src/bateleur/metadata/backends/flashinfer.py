@@ -70,8 +70,8 @@ class FlashInferMetadata(PagedAttentionMetadata):
 
 
 class PlanConfig(NamedTuple):
-    """Properties that attention layers must have in common to share one plan per batch. ``decode``: decodes,
-    else prefills. ``sizes``: query heads, key heads, head dimension and block size. ``shape``: None for the
+    """Properties that attention layers must have in common to share one plan per batch. ``decode``: for
+    decodes, not prefills. ``sizes``: query heads, key heads, head dimension and block size. ``shape``: None for the
     wrapper of eager batches.
     """
 

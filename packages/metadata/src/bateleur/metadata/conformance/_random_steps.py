@@ -46,7 +46,7 @@ class Step:
 
 
 def keys_of(support: GraphSupport, limits: BatchLimits, query_lens: Sequence[int]) -> list[GraphKey]:
-    """Return graph keys of several sizes for all batches that ``support`` allows; uniform ones of ``query_lens``."""
+    """Return graph keys of several sizes for batches that ``support`` allows. ``query_lens``: of uniform batches."""
     most_reqs, most_tokens = limits.max_num_reqs, limits.max_num_tokens
     lens = {GraphSupport.NEVER: (), GraphSupport.SINGLE_TOKEN: (1,)}.get(support, query_lens)
     keys = [

@@ -113,7 +113,7 @@ def attend_range(
     GROUP: tl.constexpr, BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, WINDOW: tl.constexpr,
     BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Return the softmax state after some keys (see `attend_keys`). Keys that all queries see need no mask."""
+    """Return the softmax state of keys ``first`` to ``last - 1``, see `attend_keys`. Keys seen by all need no mask."""
     state = empty_state(q_MD.shape[0], q_MD.shape[1])
     if WINDOW == 0:
         whole = tl.maximum(tl.minimum(last, origin + begin_m // GROUP + 1) // BLOCK_N * BLOCK_N, first)

@@ -55,7 +55,7 @@ def _rows(row_J, there_J, lengths, kind):
 
 @triton.jit
 def _count_splits(num_keys, size):
-    """Return the number of splits of ``size`` keys; one without keys, because a program must write its output."""
+    """Return the number of splits of ``size`` keys each; 1 without keys, because a program must write its output."""
     return tl.maximum(tl.cdiv(num_keys, size), 1)
 
 
@@ -101,8 +101,7 @@ def _count_items(ends_ptr, num_rows, lengths, kind, splits, min_keys, BLOCK: tl.
 def _row_of(ends_ptr, index_I, real_I, num_rows, search):
     """Return the row of each item, counted from the last one, and the number of items before the row.
 
-    A binary search in ``ends_ptr``, the result of `_count_items`, takes ``search`` steps.
-    real_I: mask of the items.
+    A binary search in ``ends_ptr``, the result of `_count_items`, takes ``search`` steps. real_I: mask of the items.
     """
     low_I, high_I = tl.zeros_like(index_I), tl.zeros_like(index_I) + num_rows
     for _ in range(search):
