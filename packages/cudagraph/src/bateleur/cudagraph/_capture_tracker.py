@@ -162,7 +162,7 @@ class CaptureTracker(TorchDispatchMode):
         )
 
     def check(self) -> None:
-        """Raise an error that the body caught, or `CaptureError` if external memory was freed or resized."""
+        """Raise a `refuse` error that the body caught, or `CaptureError` if external memory was freed or resized."""
         if self.failure is not None:
             raise self.failure
         try:

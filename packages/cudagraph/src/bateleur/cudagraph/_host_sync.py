@@ -21,7 +21,7 @@ HOST_READS: dict[Callable[..., Any], str] = {getattr(Tensor, name): f"Tensor.{na
 
 
 def flatten(values: Iterable[Any]) -> Iterator[Any]:
-    """Yield arguments or results of an operator, with the items of lists. Operator schemas nest no deeper."""
+    """Yield arguments or results of an operator, lists item by item. Operator schemas nest no deeper."""
     for value in values:
         yield from value if isinstance(value, list | tuple) else (value,)
 

@@ -260,7 +260,7 @@ class CudaGraphManager(Generic[S, T]):
         return _CapturedKey(key, addresses, externals, producer, staged, self._poison, body, graph, cost)
 
     def _check_earlier_captures(self, producer: Producer[S]) -> None:
-        """Check that the latest staging moved no buffer of an earlier capture of `producer`."""
+        """Raise `AddressMoved` if the latest staging moved a buffer of an earlier capture of `producer`."""
         # The addresses of the latest captured key include those of the keys before it.
         latest = next((each for each in reversed(self._captured.values()) if each.producer is producer), None)
         if latest is not None:

@@ -66,7 +66,7 @@ class BlockTable:
         """Take the logged writes of requests in the batch: batch rows, columns and current ids, (n,) each; or None.
 
         batch_row: (M,) batch row of each row of this table; -1: not in the batch, so that its writes stay in the log.
-        moved: whether the batch has other requests than at the last call. Only then, older writes are searched again.
+        moved: whether the batch has other requests than at the last call. Only then, writes that stayed are taken.
         """
         if moved:
             self._written += self._skipped

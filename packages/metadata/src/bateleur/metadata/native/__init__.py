@@ -55,7 +55,7 @@ class Struct(ctypes.Structure):
 
 
 def fields(addresses: str, numbers: str) -> list[tuple[str, Any]]:
-    """Return the ctypes fields of a :class:`Struct`: pointers, then int64; the names are separated by spaces."""
+    """Return ctypes fields of a :class:`Struct`: pointers ``addresses``, int64 ``numbers``. Spaces separate names."""
     kinds = (addresses, ctypes.c_void_p), (numbers, ctypes.c_int64)
     return [(name, kind) for names, kind in kinds for name in names.split()]
 
