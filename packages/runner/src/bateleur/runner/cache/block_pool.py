@@ -9,7 +9,7 @@ class BlockPool:
     """Allocates block ids 1 .. num_blocks - 1; block 0 is the null block.
     A block in the prefix cache keeps its contents and key after its last reference is gone, until it is evicted. The
     block that was freed first is evicted first. Blocks without a key are reused last in, first out, because their
-    memory may still be cached, and so that a wrong block table shows soon.
+    memory may still be in a hardware cache, and so that a wrong block table shows soon.
     """
 
     def __init__(self, num_blocks: int) -> None:

@@ -1,7 +1,7 @@
-"""Bytes of keys, values and states, for cache plans, cache tensors and `bateleur info`, and estimates for steps.
+"""Bytes of keys, values and states, for cache plans, cache tensors and `bateleur info`. Estimates the memory of steps.
 
 On a GPU the engine measures the memory of steps and graphs when it starts (`engine/memory_profile.py`). The estimate
-gives the number of requests for the measurement, and `bateleur info` shows it.
+limits the number of requests in that measurement, and `bateleur info` shows it.
 """
 
 from dataclasses import dataclass
@@ -29,26 +29,28 @@ _LOGITS = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftCosts:
-    """Bytes that a drafter needs in addition to the target model's caches."""
+    """Bytes that a drafter needs in addition to the target model's caches.
+    token_bytes: keys and values of one token, stored in the target's KV blocks. logits_bytes: logits of one draft,
+    stored until it is verified; 0 if the acceptance rule does not need them. row_bytes: bytes per running request,
+    whatever its length: its token ids, for prompt lookup.
+    """
 
     token_bytes: int = 0
-    """Keys and values of one token, stored in the target's blocks."""
     logits_bytes: int = 0
-    """Logits of one draft, stored until it is verified; 0 if the acceptance rule does not need them."""
     row_bytes: int = 0
-    """Bytes per running request, whatever its length: its token ids, for prompt lookup."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheOptions:
-    """Options of KV and state caches: those of the user, with defaults filled in."""
+    """Options of KV and state caches: those of the user, with defaults filled in.
+    share_prefixes: whether prefix caching is on. kv_dtype: dtype of keys and values; None for the dtype of the model.
+    """
 
     block_size: int
     share_prefixes: bool
     states: StateOptions
     draft: DraftCosts = DraftCosts()
     kv_dtype: torch.dtype | None = None
-    """Dtype of keys and values; None for the dtype of the model."""
 
     @classmethod
     def of(cls, config: EngineConfig, spec: ModelSpec, device: torch.device) -> Self:
@@ -63,24 +65,23 @@ class CacheOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheCosts:
-    """Bytes of keys, values and states over all layers of a model, for given cache options."""
+    """Bytes of keys, values and states over all layers of a model, for given cache options.
+    token_bytes: keys and values of one token, including a draft head's. page_bytes: one state of all recurrent layers,
+    and its convolution windows. state_bytes: the states in a page, without windows. ring_bytes, window_bytes: ring
+    buffers of recent inputs, and current convolution windows, of a running request under the state policy FOLD. layout:
+    layout of a request's states; None without recurrent layers. retention: states that stay in the prefix cache; None
+    without prefix caching.
+    """
 
     options: CacheOptions
     kv_dtype: torch.dtype
     token_bytes: int
-    """Keys and values of one token, including a draft head's."""
     page_bytes: int
-    """One state of all recurrent layers, and its convolution windows."""
     state_bytes: int
-    """The states in a page, without windows."""
     ring_bytes: int
-    """Rings of a running request, under FOLD."""
     window_bytes: int
-    """Live windows of a running request, under FOLD."""
     layout: CacheLayout | None
-    """Layout of a request's states; None without recurrent layers."""
     retention: PrefixRetention | None
-    """States that stay in the prefix cache; None without prefix caching."""
 
     @classmethod
     def of(cls, spec: ModelSpec, dtype: torch.dtype, max_model_len: int, options: CacheOptions) -> Self:
@@ -156,8 +157,8 @@ class CacheCosts:
 
 
 def workspace_bytes(model: HybridDecoder, limits: EngineLimits, block_size: int, graph_tokens: int) -> int:
-    """Return an approximate upper bound of the memory in bytes. It includes activations of the largest step, logits,
-    penalties, block tables and `graph_bytes`. graph_tokens: number of tokens of the largest graph; 0 without graphs.
+    """Return an approximate upper bound of the bytes of steps and graphs: activations of the largest step, logits,
+    penalties, block tables, libraries and `graph_bytes`. graph_tokens: tokens of the largest graph; 0 without graphs.
     """
     spec = model.spec
     rows, vocab_size = limits.max_num_seqs, spec.vocab_size

@@ -8,7 +8,8 @@ thousands of tokens, so memory is assigned in this order:
 2. keys and values of the longest request, or as many as without prefix caching, so that prefix caching never refuses
 a request that runs without it. If needed, fewer requests run at once; if that is not enough, prefix caching is off. If
 the user did not choose the number of requests, states leave half of the memory to keys and values;
-3. keys and values of a working set, WORKING_TOKENS for each other running request, unless pages are cheap;
+3. keys and values of a working set, WORKING_TOKENS for each other running request, unless pages are cheap (smaller
+than the keys and values of the tokens from one state to the next);
 4. keys and values, and cached pages: equal bytes of each, or if pages are cheap, equal tokens.
 """
 
@@ -30,18 +31,19 @@ WORKING_TOKENS = 2048
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CachePlan:
-    """Sizes of the KV cache and of the Mamba cache."""
+    """Sizes of the KV cache and of the Mamba cache.
+    max_num_seqs: maximum running requests, as requested or as memory allows. num_blocks: KV blocks, including the null
+    block; 0 for a model without attention. max_blocks: KV blocks of the longest request. num_state_slots: Mamba state
+    slots, including the null slot; 0 for a model without Mamba layers. max_model_len: tokens of the longest request, as
+    requested or as the KV blocks hold.
+    """
 
     costs: CacheCosts
     max_num_seqs: int
-    """Maximum running requests: as requested, or as memory allows."""
     num_blocks: int
-    """KV blocks, including the null block; 0 for a model without attention."""
     max_blocks: int
     num_state_slots: int
-    """Mamba state slots, including the null slot; 0 for a model without Mamba layers."""
     max_model_len: int
-    """Tokens of the longest request: as requested, or as the KV blocks hold."""
 
     @property
     def block_size(self) -> int:
@@ -55,7 +57,7 @@ class CachePlan:
 
     @property
     def layout(self) -> CacheLayout | None:
-        """Layout of the Mamba cache: columns and state slots of a request. None without recurrent layers."""
+        """Layout of the Mamba cache: block-table columns and state slots of a request. None without Mamba layers."""
         return self.costs.layout
 
     def common(self, ranks: Ranks) -> Self:
@@ -159,7 +161,9 @@ def plan_caches(
 
 
 def _shortened(plan: CachePlan, limits: EngineLimits, numbers: str, *, chosen: bool) -> CachePlan:
-    """Return the plan with `max_model_len` lowered to what its KV blocks hold, and warn with the text `numbers`."""
+    """Return the plan with `max_model_len` lowered to what its KV blocks hold, and warn with the text `numbers`.
+    Raises ValueError instead if the user has `chosen` the length, or if the blocks hold too few tokens for a step.
+    """
     fits, wanted, least = plan.num_tokens, limits.max_model_len, limits.max_query_len + 1
     if chosen or fits < least:
         fix = f"set max_model_len to at most {fits}, or " if fits >= least else ""
@@ -193,7 +197,9 @@ def _losses(plan: CachePlan, num_reqs: int, share: bool, rows_chosen: bool) -> l
 
 
 def _rows_beside_keys(costs: CacheCosts, limits: EngineLimits, budget_bytes: int, length_chosen: bool) -> int:
-    """Return `max_num_seqs`, halved until the KV cache of the longest request fits in addition to the states."""
+    """Return `max_num_seqs`, halved until the states fit in addition to the keys and values of the longest
+    request, which take at most half of the budget unless `length_chosen`.
+    """
     longest = (1 + -(-limits.max_model_len // costs.options.block_size)) * costs.block_bytes
     keys = longest if length_chosen else min(longest, budget_bytes // 2)  # `max_model_len` may be lowered
     room, rows = budget_bytes - keys, limits.max_num_seqs
@@ -206,8 +212,8 @@ def _plan_shared(
     costs: CacheCosts, limits: EngineLimits, budget_bytes: int, plain: CachePlan, shortens: bool
 ) -> CachePlan | None:
     """Plan with prefix caching. Return None if not even one request fits with cached states. plain: plan without prefix
-    caching, whose longest request must still fit. shortens: if `plain` does not hold the longest request, its keys and
-    values get half of the memory. `max_model_len` is then lowered to the length that fits.
+    caching, whose longest request must still fit. shortens: whether `max_model_len` may be lowered. If so, and if
+    `plain` does not hold the longest request, keys and values of that request get half of the memory.
     """
     longest = min(plain.num_blocks, 1 + plain.max_blocks)
     if shortens and plain.num_missing_blocks:

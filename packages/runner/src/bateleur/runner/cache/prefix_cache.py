@@ -86,7 +86,9 @@ class PrefixCache:
         return hit
 
     def fetch(self, request: Request) -> bool:
-        """Start to load a waiting request's prefix from disk, if useful; return whether it must wait for `arrived`."""
+        """Start to load a waiting request's prefix from disk, if useful; return whether it must wait until the tiers
+        report it as `arrived`.
+        """
         if self.offload_tiers is None or request.prefix.fetched or request.lacks_prompt_logprobs:
             return False
         request.prefix.fetched = True

@@ -202,7 +202,9 @@ class Engine:
         registry.consistent = True
 
     def _launch(self, marks: StepMarks) -> StepInFlight | None:
-        """Launch the next step on the device, which may still run the step before. None if there is nothing to run."""
+        """Launch the next step on the device, which may still run the step before. None if there is nothing to run.
+        marks: gets the end times of the parts of the step.
+        """
         batch = self._schedule()
         if batch is None:
             return None
@@ -263,7 +265,7 @@ class Engine:
 
     def _collect(self, marks: StepMarks) -> None:
         """Wait for the oldest step in flight, append its tokens, and add its blocks to the prefix cache. Leaves the
-        requests to report in `_reports`.
+        requests to report in `_reports`. marks: see `_launch`.
         Requests that lost their table row since the launch are skipped; another request may have the row now.
         """
         step, scheduler, stats = self.registry.in_flight[0], self.scheduler, self.stats

@@ -120,7 +120,9 @@ class InputProcessor:
         priority: Sequence[int] | int | None = None,
         lora_request: OneOrMoreAdapters = None,
     ) -> list[RequestGroup]:
-        """Create a request for each prompt; parameters, priorities and adapters are one for all, or one for each."""
+        """Create a request for each prompt, see `request`. Parameters, priorities and adapters are one for all, or one
+        for each.
+        """
         listed = as_prompts(prompts)
         params = self.default_params if params is None else params
         each_params = _for_each(listed, "sampling_params", params, SamplingParams, _PARAMS)
@@ -230,7 +232,9 @@ class InputProcessor:
         return [int(each) for each in ids]
 
     def _admit(self, ids: list[int], params: SamplingParams, stop_ids: frozenset[int]) -> int:
-        """Return the length at which the request ends, prompt included: from `max_tokens`, or `max_model_len`."""
+        """Check a prompt and its parameters. Return the length at which the request ends, prompt included: from
+        `max_tokens`, or `max_model_len`.
+        """
         if foreign := [each for each in self._spec.foreign_tokens if each[0] in ids]:
             token, name = foreign[0]
             raise ValueError(

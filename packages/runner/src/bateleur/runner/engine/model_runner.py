@@ -111,8 +111,8 @@ class ModelRunner:
 
     def _warm_up(self) -> None:
         """Sample, and commit Mamba states, in a dummy decode step of every graph size and of some without a graph.
-        For sizes in graphs, captures have already run the forward pass, the planners and the drafter. For sizes without
-        a graph these run here, too.
+        For sizes in graphs, captures have already run the forward pass, metadata builders and the drafter. For sizes
+        without a graph these run here, too.
         """
         with torch.inference_mode():
             self.model.warm_up(self.setup.limits.max_num_batched_tokens)
@@ -156,7 +156,7 @@ class ModelRunner:
             yield num_reqs, query_len, staged
 
     def _end_dummy(self, staged: StagedStep, num_reqs: int, query_len: int) -> None:
-        """End a dummy step of rows with `query_len` tokens each, with each kind of sampling parameters."""
+        """End a dummy step of requests with `query_len` tokens each, with each kind of sampling parameters."""
         rows, query_lens = np.arange(num_reqs), np.full(num_reqs, query_len, np.int32)
         model, sampler = self.model, self.rejection_sampler
         shape = (num_reqs * query_len, model.spec.hidden_size)
@@ -236,7 +236,7 @@ class ModelRunner:
             self.lengths.admit(rows, computed)
 
     def idle(self, stats: EngineStats) -> bool:
-        """Take part in a step of other data-parallel ranks, if there is one; returns whether there was."""
+        """Take part in a step of other data-parallel ranks, count it in `stats`, and return True; False if there is none."""
         if not self.graphs.idle():
             return False
         stats.num_dummy_steps += 1
@@ -246,7 +246,7 @@ class ModelRunner:
 
     def execute_model(self, batch: StepBatch, marks: StepMarks) -> tuple[StagedStep, Tensor, tuple[Tensor, ...]]:
         """Stage a step and run its forward pass. Returns the staged step, its hidden states (tokens, hidden size), and
-        the features that a draft head reads.
+        the features that a draft head reads. marks: gets the end times of the parts of the step.
         """
         staged = self._stage(batch)
         marks.append(("stage", perf_counter()))

@@ -29,16 +29,15 @@ _BAD = (None, NO_NUMBERS, _NO_TOKEN)
 
 
 class EmittedTokens(NamedTuple):
-    """Tokens that the S sampling requests of a step have emitted, on the host."""
+    """Tokens that the S sampling requests of a step have emitted, on the host.
+    num_taken: (S,) emitted tokens that each request keeps: up to its end. num_drafts, num_accepted: (S,) tested and
+    accepted drafts. reports: requests that ended, and those that stream.
+    """
 
     num_taken: Int64s
-    """(S,) emitted tokens that the request keeps: up to its end."""
     num_drafts: Int64s
-    """(S,) tested drafts."""
     num_accepted: Int64s
-    """(S,) accepted drafts."""
     reports: list[Request]
-    """Requests that ended, and those that stream."""
 
 
 class OutputProcessor:
@@ -198,7 +197,9 @@ class OutputProcessor:
 
 
 def append_tokens(table: RequestTable, rows: Int64s, tokens_SJ: Int64s, counts_S: Int64s) -> None:
-    """Append the first counts_S[i] tokens of row i of `tokens_SJ` to table row rows[i]; all but the last are drafts."""
+    """Append the first counts_S[i] tokens of row i of `tokens_SJ` to table row rows[i]. All of them but the
+    last are accepted drafts.
+    """
     position_J = np.arange(tokens_SJ.shape[1])
     left_SJ = counts_S[:, None] - position_J
     known_SJ = left_SJ > 0

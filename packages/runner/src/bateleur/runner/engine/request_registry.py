@@ -142,7 +142,7 @@ class RequestRegistry:
         self._give_slots()
 
     def _queue_output(self, group: RequestGroup) -> None:
-        """Queue the output of a request and its continuations. If all of them have ended, it is not live any more."""
+        """Queue the output of a prompt with its continuations. If all have ended, the group is not live any more."""
         finished = group.finished
         if finished or group.kind is not RequestOutputKind.FINAL_ONLY:
             self._undelivered[group.request_id] = group

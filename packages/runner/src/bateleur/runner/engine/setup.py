@@ -44,30 +44,31 @@ def device_of(config: EngineConfig, ranks: Ranks = ALONE) -> torch.device:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSetup:
-    """The parts of an engine, chosen, checked and loaded."""
+    """The parts of an engine, chosen, checked and loaded.
+    model: the model with its weights on the device, or this rank's part of it. spec: specification of the whole model.
+    drafter: proposes `limits.num_speculative_tokens` tokens; the engine gives a `DraftHead` its caches and graphs.
+    policy: chooses the number of drafts. rule: acceptance rule. prompt_scan: kernel that runs recurrent layers over
+    prompts. host: sizes of the host-memory tier; None without offloading. disk: folder of the disk tier and its size
+    limit in bytes, None for the default; None without a disk tier. adapters: LoRA adapters on the device; None without
+    `enable_lora`.
+    """
 
     folder: Path
     model: HybridDecoder
-    """The model with its weights on the device, or this rank's part of it."""
     spec: ModelSpec
-    """Specification of the whole model."""
     tokenizer: Tokenizer
     cache_plan: CachePlan
     backend: AttentionBackend
     limits: EngineLimits
     graphs: GraphOptions
     drafter: Drafter | DraftHead | None
-    """Proposes `limits.num_speculative_tokens` tokens; the engine gives a `DraftHead` its caches and graphs."""
     policy: DraftPolicy
     rule: Rule
     async_scheduling: bool = False
     prompt_scan: PromptScan = PromptScan.OWN
     host: HostSizes | None = None
-    """Sizes of the host-memory tier; None without offloading."""
     disk: tuple[Path, int | None] | None = None
-    """Folder of the disk tier and its size limit in bytes, None for the default; None without a disk tier."""
     adapters: AdapterManager | None = None
-    """LoRA adapters on the device; None without `enable_lora`."""
 
     @property
     def query_lens(self) -> tuple[int, ...]:
@@ -142,7 +143,9 @@ def _open(config: ModelConfig) -> tuple[Checkpoint, Tokenizer]:
 
 @dataclass(frozen=True, slots=True)
 class _CacheSizes:
-    """Chooses the cache sizes of an engine. `made` makes the setup from the fields that depend on the caches."""
+    """Chooses the cache sizes of an engine. made: makes the setup from the fields that depend on the caches. ranks:
+    all ranks. data: the same under data parallelism, else `ALONE`.
+    """
 
     made: Callable[..., EngineSetup]
     config: EngineConfig

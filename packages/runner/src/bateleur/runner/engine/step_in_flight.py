@@ -19,22 +19,24 @@ from bateleur.runner.utils.arrays import Bools, Int32s
 class StepInFlight:
     """A launched step, and the copies to the host that are under way.
     Arrays are in the order of `batch.requests`, not by row of the request table.
+
+    num_drafts: (R,) drafts that each request tests, or will test once its prompt is computed.
+    num_released: `Scheduler.num_released` at the launch. If it has changed, a request may have lost its table row.
+    fetched: `SampledStep.packed` and the fields of its `logprobs`; None if no request samples.
+    scored: prompt log probabilities; None if no request needs any.
+    proposal: drafts for the next step of each request; None without a drafter.
+    num_tokens: tokens that decoding requests emitted; None before the step is collected.
+    appending: requests that are getting tokens of the step, and how many tokens each had before.
     """
 
     batch: StepBatch
     num_drafts: Int32s
-    """(R,) drafts that each row tests, or will test once its prompt is computed."""
     num_released: int
-    """`Scheduler.num_released` at the launch. If it has changed, a request may have lost its row."""
     fetched: Fetch | None
-    """`SampledStep.packed` and the fields of its `logprobs`; None if no request samples."""
     scored: PendingPromptLogprobs | None
     proposal: Proposal | None = None
-    """Drafts for the next step of each row; None without a drafter."""
     num_tokens: int | None = None
-    """Tokens that its decoding rows emitted; None before it is collected."""
     appending: tuple[Sequence[Request], Int32s] = ((), np.empty(0, np.int32))
-    """Requests that are getting its tokens, and how many tokens each had before."""
 
     def present(self) -> Bools:
         """Return (R,) bool: whether each request still has the table row that it had at the launch. A request that lost

@@ -87,7 +87,8 @@ def _most_tokens(limits: BatchLimits) -> int:
 def make_dispatcher(
     options: GraphOptions, limits: BatchLimits, support: GraphSupport, query_lens: Sequence[int]
 ) -> tuple[CudagraphDispatcher, str | None]:
-    """Return the dispatcher for metadata builders with this support, and the reason if its mode is another one.
+    """Return the dispatcher for metadata builders with this support, and the reason if its mode is not the one of
+    `options`, else None.
     query_lens: query lengths of decode steps: 1, and 1 + each number of drafts that all requests may have.
     """
     mode, reason = options.mode.resolve(support, query_len=max(query_lens))
@@ -103,7 +104,7 @@ def make_dispatcher(
 
 def gaps_of_drafts(dispatcher: CudagraphDispatcher, max_num_reqs: int, query_len: int) -> str | None:
     """Return a warning if some batch sizes have no graph for `query_len` tokens per request (a token and its drafts).
-    None if there is no such size, or if some also have no graph without drafts.
+    None if there is no such size, or if some batch sizes have no graph even without drafts.
     """
     plain, drafted = (dispatcher.coverage(max_num_reqs, length) for length in (1, query_len))
     missing = sum(span.num_sizes for span in drafted.gaps)
@@ -163,7 +164,7 @@ class GraphDispatcher:
             self.sync = DataParallelSync(exchange, self.dispatcher, () if manager is None else manager.ready)
 
     def capture_draft(self, drafter: EagleSpeculator) -> None:
-        """Capture the passes of a draft head, for each captured state of the target, and warn as `capture` does.
+        """Capture the passes of a draft head, for each captured graph of the target, and warn as `capture` does.
         If one graph can hold a whole proposal, `ProposalGraphs` captures the passes after decodes instead. Without
         graphs of the target, the head runs eagerly.
         """
@@ -185,7 +186,7 @@ class GraphDispatcher:
     def idle(self) -> bool:
         """Take part in a step of other data-parallel ranks, on a rank without a step; returns whether there was one.
         Dummy requests run with null blocks and slots, as many as the graph of the step holds, and sample nothing.
-        Without a graph one dummy token runs, and the experts get padding.
+        Without a graph one dummy token runs; experts pad it to the number of tokens that the ranks agreed on.
         """
         if self.sync is None or (agreed := self.sync.dispatch(None)).batch is None:
             return False

@@ -18,37 +18,37 @@ from bateleur.runner.utils.arrays import Int32s, Int64s
 
 @dataclass(slots=True, eq=False)
 class OutputState:
-    """Output of a request in addition to its tokens: text, log probabilities, and why it stopped."""
+    """Output of a request in addition to its tokens: text, log probabilities, and why it stopped.
+    index: number of the continuation in its group. stream: whether each step reports the output. detokenizer: None
+    unless text is needed token by token, for streaming or stop strings. text: final text; set when the request
+    finishes. logprobs: shared with outputs. chosen_logprobs: log probabilities of the output tokens themselves.
+    prompt_logprobs: entries of prompt tokens as far as they are known; None for the first token. num_scored: number of
+    `prompt_logprobs`, including steps in flight.
+    """
 
     index: int = 0
     stream: bool = False
     detokenizer: IncrementalDetokenizer | None = None
-    """None unless text is needed token by token, for streaming or stop strings."""
     text: str | None = None
-    """Final text; set when the request finishes."""
     stop_reason: int | str | None = None
     logprobs: list[dict[int, Logprob]] = field(default_factory=list)
-    """Shared with outputs."""
     chosen_logprobs: list[float] = field(default_factory=list)
-    """Log probabilities of the output tokens themselves."""
     prompt_logprobs: list[dict[int, Logprob] | None] = field(default_factory=lambda: [None])
-    """Entries of prompt tokens as far as they are known; None for the first token."""
     num_scored: int = 1
-    """Number of `prompt_logprobs`, including steps in flight."""
 
 
 @dataclass(slots=True, eq=False)
 class PrefixState:
-    """State of a request in the prefix cache."""
+    """State of a request in the prefix cache.
+    root: start of the chain of keys (prefix hashes): the digest of the LoRA adapter. keys: the prefix hashes, made when
+    they are first needed. fetched: whether the prefix was requested from slower tiers. num_cached_tokens: cached prompt
+    tokens when the request first got a table row. cache_miss: reason of a miss.
+    """
 
     root: bytes = b""
-    """Start of the chain of keys: the digest of the LoRA adapter."""
     keys: PrefixKeys | None = None
-    """Hashes of the prefixes, made when they are first needed."""
     fetched: bool = False
-    """Whether the prefix was requested from slower tiers."""
     num_cached_tokens: int = 0
-    """Cached prompt tokens when the request first got a row."""
     cache_miss: str = ""
 
 
@@ -79,33 +79,34 @@ class _OutputTokens:
 class Request:
     """A prompt, its parameters and its output so far. A step writes the tokens of all running requests to the request
     table at once. The lists here catch up when they are read.
+
+    seed: seed of the sampling noise, together with the position of a token.
+    stop_token_ids: end-of-sequence (unless ignored) and the request's own stop ids.
+    max_total_tokens: maximum length of prompt and output together.
+    rope_length: see `ModelSpec.rope_length`; equal for all running requests.
+    adapter_slot: slot of its LoRA adapter, see `AdapterPool`; 0 for none, -1 while it waits for one.
+    matcher: follows the grammar; None without one.
+    leader: member of the group for whose prompt the request waits, with prefix caching.
+    arrival: order of arrival, set by the scheduler. row: row of the request table; -1 while waiting.
+    num_drafts: untested drafts when the request was preempted, which are proposed again.
     """
 
     request_id: str
     prompt_token_ids: list[int]
     params: SamplingParams
     seed: int
-    """Seed of its noise, together with the position of a token."""
     stop_token_ids: frozenset[int]
-    """End-of-sequence (unless ignored) and the request's own stop ids."""
     max_total_tokens: int
-    """Prompt and output together may not grow past this."""
     bad_words: tuple[tuple[int, ...], ...] = ()
     rope_length: int = 0
-    """See `ModelSpec.rope_length`; equal for all running requests."""
     adapter_slot: int = 0
-    """Slot of its LoRA adapter, see `AdapterPool`; 0 for none, -1 while it waits for one."""
     matcher: Matcher | None = None
     leader: Request | None = None
-    """Member of the group for whose prompt it waits, with prefix sharing."""
     priority: int = 0
     arrival: int = 0
-    """Order of arrival, set by the scheduler."""
     row: int = -1
-    """Row of the request table; -1 while waiting."""
     num_preemptions: int = 0
     num_drafts: int = 0
-    """Untested drafts when it was preempted, which are proposed again."""
     finish_reason: FinishReason | None = None
     prefix: PrefixState = field(default_factory=PrefixState)
     output: OutputState = field(default_factory=OutputState)
@@ -113,17 +114,17 @@ class Request:
 
     @property
     def output_token_ids(self) -> list[int]:
-        """Output tokens so far; the list itself."""
+        """Output tokens so far; the list itself, not a copy."""
         return self._known.ids
 
     @property
     def drafted(self) -> list[bool]:
-        """Whether each output token was a draft; the list itself."""
+        """Whether each output token was a draft; the list itself, not a copy."""
         return self._known.drafted
 
     @property
     def times(self) -> RequestTimes:
-        """Times of its events; the object itself."""
+        """Times of its events; the object itself, not a copy."""
         return self._known.times
 
     @property

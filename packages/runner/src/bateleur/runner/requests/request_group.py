@@ -12,13 +12,14 @@ from bateleur.runner.sampling_params import SamplingParams
 
 
 class ReportedState(NamedTuple):
-    """What the caller has received of a continuation: counts, cumulative log probability, whether it ended."""
+    """Describes the output of a continuation that the caller has received: numbers of tokens, characters and text tags,
+    sum of the tokens' log probabilities, whether the continuation ended.
+    """
 
     num_tokens: int = 0
     num_characters: int = 0
     num_tags: int = 0
     logprob: float = 0.0
-    """Sum over these tokens."""
     ended: bool = False
 
 

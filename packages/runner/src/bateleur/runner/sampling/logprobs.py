@@ -83,7 +83,9 @@ class PendingPromptLogprobs(NamedTuple):
 def score_prompts(
     model: HybridDecoder, table: RequestTable, batch: StepBatch, hidden_TM: Tensor
 ) -> PendingPromptLogprobs | None:
-    """Compute log probabilities of the prompt tokens after the tokens of a step; None if no request needs any."""
+    """Compute log probabilities of the prompt tokens that follow the prompt tokens of a step, from the hidden states of
+    the step. None if no request needs any.
+    """
     requests: list[tuple[Request, int]] = []
     rows: list[Int64s] = []
     tokens: list[Int64s] = []

@@ -1,8 +1,8 @@
 """The rejection sampler: verifies drafts and samples one token more, from the hidden states of a step.
 
 A decoding request with d draft slots has 1 + d rows of logits. Each row is processed as it would be after the drafts
-before it. Then `bateleur.eagle.verify` emits the accepted drafts and one more token. Under the rule COUPLED the target
-samples at each position with the noise of that position, so the tokens are those of plain decoding.
+before it. Then `bateleur.eagle.verify` emits the accepted drafts and one more token. Under the acceptance rule COUPLED
+the target samples at each position with the noise of that position, so the tokens are those of plain decoding.
 
 The sampler has two forms over one layout of buffers (`SamplerRows`). `verify` runs eagerly, for any batch. `record` can
 be captured in a CUDA graph, for batches whose requests all sample and have equally many draft slots.
@@ -54,15 +54,16 @@ _POISON = torch.iinfo(torch.int32).max - 6
 
 
 class SampledStep(NamedTuple):
-    """The outcome of a step, on the device: the tokens that its S sampling requests emit."""
+    """The outcome of a step, on the device: the tokens that its S sampling requests emit.
+    packed: (S, 2 + J + K) int64: number of emitted tokens in [0, J]; 0, or 1 if the logits held a NaN, or 2 if no token
+    was left; J emitted tokens, -1 after the last; K tested drafts, -1 where there was none. None if no request samples.
+    num_valid: (R,) int64 tokens of each request that stay; None if the engine never drafts.
+    logprobs: one entry for each row of logits; None if no request of this step asked for them.
+    """
 
     packed: Tensor | None
-    """(S, 2 + J + K) int64: number of emitted tokens in [0, J]; 0, or 1 if the logits held a NaN, or 2 if no token was
-    left; emitted tokens, -1 after the last; tested drafts, -1 where there was none. None if no request samples."""
     num_valid: Tensor | None
-    """(R,) int64 tokens of each row that stay; None if the engine never drafts."""
     logprobs: Logprobs | None = None
-    """(L, ...), if a request of this step asked for them."""
 
 
 class SamplerRows:
@@ -309,7 +310,7 @@ class RejectionSampler:
         return _pack(emitted, emitted.bad.long(), drafts_NK)
 
     def outcome_of(self, batch: StepBatch, packed: Tensor) -> SampledStep:
-        """Return the outcome of `record` for `batch`, from its result `packed`, which is copied on a CPU."""
+        """Return the outcome of `record` for `batch`, from its result `packed`. On a CPU the values are copied."""
         packed_S = packed[: len(batch.rows)]
         packed_S = packed_S.clone() if self.device.type == "cpu" else packed_S
         return SampledStep(packed_S, self.rows.num_valid[: len(batch.rows)] if self.num_drafts else None)

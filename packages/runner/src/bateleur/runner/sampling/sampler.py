@@ -45,7 +45,7 @@ class Sampler:
     `RejectionSampler` samples tokens from the result.
 
     max_rows: rows of the table (M). vocab_size: V of the model. device: device of the logits. shard: vocabulary shard
-        of the logits, None for the whole vocabulary. With a shard, V is its size, except for `allowed`.
+        of the logits, None for the whole vocabulary. With a shard, V is its size, except in the argument `allowed`.
     Token counts for penalties (5 * M * V bytes) are allocated when the first request needs them.
     """
 

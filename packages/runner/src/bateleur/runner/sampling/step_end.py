@@ -40,14 +40,14 @@ Forward = CudaGraphManager[StepContext, tuple[Tensor, ...]]
 
 @dataclass(frozen=True, slots=True)
 class ForwardState:
-    """A step after its forward pass, for the graph that runs next."""
+    """A step after its forward pass, for the graph that runs next.
+    hidden: hidden states that the graph reads: the final ones, or `DraftContext.features`. They are in the output
+    buffers of the forward pass's graph. passes: metadata of the draft passes; None for the end of a step.
+    """
 
     context: StepContext
     hidden: tuple[Tensor, ...]
-    """Hidden states that the graph reads: the final ones, or `DraftContext.features`. They are in the output buffers of
-    the forward pass's graph."""
     passes: ProposalPasses | None = None
-    """Metadata of the draft passes; None for the end of a step."""
 
 
 class SampleStepProducer:
@@ -101,7 +101,7 @@ def stage_random_rows(
     sampler: RejectionSampler, metadata: CommonAttentionMetadata, hidden_TD: Tensor, rng: np.random.Generator, kind: str
 ) -> None:
     """Stage random sampling parameters and drafts for a random batch. About half of the drafts are the tokens that
-    greedy rows sample.
+    greedy rows sample. kind: one of `KINDS`.
     """
     count, length = metadata.num_actual_reqs, metadata.num_tokens // metadata.num_reqs
     vocab_size, ids = sampler.sampler.vocab_size, sampler.rows.next_ids
@@ -123,14 +123,18 @@ def stage_random_rows(
 def variant_keys(
     forward: Iterable[BatchExecutionDescriptor], variants: Sequence[str | int]
 ) -> tuple[BatchExecutionDescriptor, ...]:
-    """Return one key per variant for each key of the forward pass with equal query lengths."""
+    """Return one key per variant for each key of the forward pass with equal query lengths.
+    variants: kinds of captured samplers, or numbers of drafts.
+    """
     return tuple(replace(key, variant=(each,)) for key in forward if key.uniform_query_len for each in variants)
 
 
 def graphs_after(
     forward: Forward, variants: Sequence[str | int], options: GraphOptions, device: torch.device
 ) -> CudaGraphManager[Any, Tensor]:
-    """Return a manager for graphs after each captured graph of `forward` with equal query lengths, one per variant."""
+    """Return a manager for graphs after each captured graph of `forward` with equal query lengths, one per variant.
+    variants: see `variant_keys`.
+    """
     keys = variant_keys([key for key in forward.dispatcher.keys if key in forward.ready], variants)
     # It makes no decision: what follows a forward pass runs on the key of that pass.
     dispatcher = CudagraphDispatcher(CudaGraphMode.FULL, keys, MappingProxyType({}))
@@ -190,7 +194,7 @@ class SampleStep:
         return ended
 
     def replay(self, staged: StagedStep, hidden_TD: Tensor, kind: str) -> Tensor:
-        """Replay the graph of the end of a step; returns `SampledStep.packed`. Raises ReplayFailed."""
+        """Replay the graph of the end of a step; return `SampledStep.packed`. kind: of `KINDS`. Raises ReplayFailed."""
         assert self.manager is not None
         assert staged.key is not None
         key = replace(staged.key, variant=(kind,))

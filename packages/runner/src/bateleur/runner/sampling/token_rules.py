@@ -115,7 +115,7 @@ class TokenRules:
         return bool(early or self._limited[rows].any() or self.biases.rows[rows].any())
 
     def depends_on_length(self, rows: Int64s, min_lengths: Int32s, max_lengths: Int32s) -> Bools:
-        """Return (R,) bool: whether rules may change while a request goes from min to max generated tokens."""
+        """Return (R,) bool: whether rules may change between `min_lengths` and `max_lengths` generated tokens."""
         needed = self._min_tokens[rows]
         return (min_lengths < needed) & (needed <= max_lengths)
 
@@ -131,7 +131,9 @@ class _Entries(NamedTuple):
 
 
 class _Table(NamedTuple):
-    """Logit biases of all requests with prefixes of one padded length, on the device. owners: (N,) int64 table rows."""
+    """The entries (`_Entries`) of all requests whose prefixes have one padded length P, on the device. owners: (N,)
+    int64 table row of each entry.
+    """
 
     owners: Tensor
     tokens: Tensor

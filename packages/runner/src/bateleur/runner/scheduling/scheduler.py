@@ -237,8 +237,8 @@ class Scheduler:
         return bool(self.table.num_computed[request.row] >= self.table.prefill_len[request.row])
 
     def _rows_that_wait(self) -> set[int]:
-        """Return the table rows of decoding requests that must wait for the step in flight. They may have ended by
-        then, or they cannot be planned from upper bounds of their lengths, which count empty draft slots, too.
+        """Return the table rows of decoding requests that must wait for the step in flight, because they end with it,
+        or because they cannot be planned from upper bounds of their lengths. These bounds count empty draft slots, too.
         """
         t = self.table
         rows = self.batch.rows if self.batch is not None else self._decoding_rows()
@@ -250,7 +250,7 @@ class Scheduler:
         return set(rows[waits].tolist())
 
     def _allocate_decodes(self) -> int:
-        """Allocate blocks for the next tokens of decoding requests, preempt if needed, and return how many tokens."""
+        """Allocate blocks for the next tokens of decoding requests, preempt if needed; return the number of tokens."""
         t = self.table
         while True:
             rows = self.batch.rows if self.batch is not None else self._decoding_rows()

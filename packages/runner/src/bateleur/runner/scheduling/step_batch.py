@@ -39,29 +39,29 @@ class StepBatch:
     """The requests of one step, decodes first, then prefills.
     The scheduler returns the same object while its requests and draft lengths stay the same. Values that parts of a
     step derive from it are stored here and last as long as the batch. Its arrays are never written to.
+
+    rows: (R,) rows of the request table. query_lens: (R,) tokens computed for each request.
+    num_decodes: D, leading requests after their prompt. They compute their last token and its drafts, which are on the
+    device.
+    samples: (R,) whether the request computes its last known token, and so samples the next one.
+    num_computed: (R,) computed tokens of each request before this step; an upper bound where `is_exact` is False. The
+    scheduler sets both for each step. is_exact: None if all are exact.
+    dispatch: graph of the step, or the reason for none, and the padded sizes. Set by the model runner.
+    sampling: set by the rejection sampler.
+    staged_rows: rows of the last step, if the next one can reuse them. Set by the model runner.
     """
 
     requests: list[Request]
     rows: Int64s
-    """(R,) rows of the request table."""
     query_lens: Int32s
-    """(R,) tokens computed for each row."""
     num_decodes: int
-    """D, leading rows after their prompt. They compute their last token and its drafts, which are on the device."""
     samples: Bools
-    """(R,) whether the row computes its last known token, and so samples the next one."""
     device: torch.device
     num_computed: Int32s = field(init=False)
-    """(R,) computed tokens of each row before this step; an upper bound where `is_exact` is False. Set by the
-    scheduler for each step, as `is_exact` is."""
     is_exact: Bools | None = field(default=None, init=False)
-    """(R,) whether `num_computed` is exact; None if all are."""
     dispatch: tuple[DispatchDecision, BatchShape] | None = field(default=None, init=False)
-    """Graph of the step, or the reason for none, and the padded sizes. Set by the model runner."""
     sampling: SamplingInputs | None = field(default=None, init=False)
-    """Set by the rejection sampler."""
     staged_rows: StepRows | None = field(default=None, init=False)
-    """Rows of the last step, if the next one can reuse them. Set by the model runner."""
 
     @cached_property
     def num_tokens(self) -> int:

@@ -122,13 +122,15 @@ class DraftHead:
 
     @property
     def sync(self) -> DraftSync | None:
-        """Agreement on draft passes with other data-parallel ranks, whose passes run eagerly; None without such."""
+        """Makes all data-parallel ranks run equally many draft passes; draft passes then run eagerly, on all ranks.
+        None unless the head's experts are distributed over these ranks.
+        """
         if isinstance(head := self.head, MtpHead) and head.exchange is not None:
             return DraftSync(head, head.exchange)
         return None
 
     def costs(self, dtype: torch.dtype, rule: Rule) -> DraftCosts:
-        """Return the memory of the head per running request, with caches in `dtype`."""
+        """Return the memory of the head per token and per draft, with keys and values in `dtype`."""
         spec = self.head.spec
         shard = shard_of(self.head)
         width = spec.draft_vocab_size if shard is None else shard.widest  # equal on all ranks
@@ -166,7 +168,9 @@ class DraftHead:
 
 
 def _ends_with_experts(spec: ModelSpec) -> bool:
-    """Return whether the head has experts, and no attention after them: then they process only tokens that draft."""
+    """Return whether the head has experts, and no attention after them. Then they process only the tokens from which a
+    draft is predicted.
+    """
     kinds = [{type(shard) for shard in parts_of(layer)} for layer in spec.layers]
     last = max(index for index, each in enumerate(kinds) if AttentionLayer in each)
     found = [index for index, each in enumerate(kinds) if ExpertsLayer in each]

@@ -46,7 +46,9 @@ class _HeadStep(LayerStep):
     fuses_norm: ClassVar[bool] = False
 
     def attend(self, run: Callable[..., Tensor], index: int, *tensors: Tensor) -> Tensor:
-        """Return the attention of layer `index` over the head's caches: (T, query heads, head size)."""
+        """Return the attention of layer `index` over the head's caches: (T, query heads, head size).
+        run: not used. tensors: queries, keys and values.
+        """
         q, k, v = tensors
         return self.own_attention(index, q, k, v)
 
@@ -54,7 +56,7 @@ class _HeadStep(LayerStep):
 class MtpHead:
     """An MTP head, a `bateleur.eagle.heads.Head`. Its weights are uninitialised until a loader fills them.
     spec: sizes as every `Head` has them. module: sizes and types of its layers. embedding_first: whether the embedding
-    is the first of the two inputs of `fc`.
+    is the first of the two inputs of `fc`. target_ids: None, because the head has the target's vocabulary.
     """
 
     target_ids: Tensor | None = None

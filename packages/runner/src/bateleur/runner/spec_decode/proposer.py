@@ -37,14 +37,14 @@ from bateleur.runner.utils.device import DeviceCopies, upload
 
 
 class Proposal(NamedTuple):
-    """Draft lengths after a step, and information about that step for the policy."""
+    """Draft lengths after a step, and information about that step for the policy.
+    lengths: (R,) drafts of each request for its next step. num_requested: drafts that the policy had requested for the
+    decoding requests of the step that has ended. greedy: whether all requests take the most likely token.
+    """
 
     lengths: Int32s
-    """(R,) drafts of each row for its next step."""
     num_requested: int
-    """Drafts that the policy had requested for the decoding rows of the step that has ended."""
     greedy: bool
-    """All rows take the most likely token."""
 
 
 class Proposer:
@@ -232,7 +232,7 @@ class Proposer:
     def _next_lengths(self, batch: StepBatch, greedy: bool) -> tuple[Int32s, bool]:
         """Return how many drafts each request gets next (R,), and whether the policy withheld possible drafts.
         Requests in the middle of a prompt get 0. A preempted request gets the same number again, because its tokens
-        depend on the number under RATIO and BLOCK.
+        depend on the number under the acceptance rules RATIO and BLOCK.
         """
         table, (_, rows_S), k = self._table, batch.sampled, self.drafter.num_speculative_tokens
         most = table.num_useful_drafts(rows_S, self._longest, k, at_least_one=True)
