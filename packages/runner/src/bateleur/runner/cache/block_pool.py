@@ -30,7 +30,7 @@ class BlockPool:
         self._blocks: dict[Hashable, int] = {}
         # Not a dict, whose first entry takes longer and longer to find as leading ones are removed.
         self._idle: OrderedDict[int, None] = OrderedDict()
-        """Published blocks without references, least recently freed first."""
+        """Blocks of the prefix cache without references, least recently freed first."""
 
     @property
     def num_free(self) -> int:

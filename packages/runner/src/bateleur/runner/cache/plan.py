@@ -4,7 +4,7 @@ Mamba states come in pages, each with the states of all layers after some tokens
 with prefix caching, more are kept for requests with the same prefix. A page costs as much as keys and values of
 thousands of tokens, so memory is assigned in this order:
 
-1. states, rings and draft memory of all running requests;
+1. states, ring buffers of recent inputs, and draft memory of all running requests;
 2. keys and values of the longest request, or as many as without prefix caching, so that prefix caching never refuses
 a request that runs without it. If needed, fewer requests run at once; if that is not enough, prefix caching is off. If
 the user did not choose the number of requests, states leave half of the memory to keys and values;

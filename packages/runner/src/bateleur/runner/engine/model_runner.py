@@ -236,7 +236,7 @@ class ModelRunner:
             self.lengths.admit(rows, computed)
 
     def idle(self, stats: EngineStats) -> bool:
-        """Take part in a step of other data-parallel ranks, count it in `stats`, and return True; False if there is none."""
+        """Take part in a step of other data-parallel ranks, count it in `stats`, and return True; False without one."""
         if not self.graphs.idle():
             return False
         stats.num_dummy_steps += 1

@@ -222,7 +222,7 @@ class ModelState:
     def commit(self, context: StepContext, num_valid: Tensor | None, *, captured: bool = False) -> None:
         """Commit the recurrent states of a step, without rejected drafts, and store states at block boundaries.
         num_valid: (R,) int64 on the device, number of tokens of each request that stay; None for all. captured: whether
-        a graph captures this call; all requests of its steps decode.
+        a graph captures this call; all requests of the graph's steps decode.
         """
         if self._mamba is None or self.caches.pool is None:
             return

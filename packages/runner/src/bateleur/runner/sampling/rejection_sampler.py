@@ -55,9 +55,10 @@ _POISON = torch.iinfo(torch.int32).max - 6
 
 class SampledStep(NamedTuple):
     """The outcome of a step, on the device: the tokens that its S sampling requests emit.
-    packed: (S, 2 + J + K) int64: number of emitted tokens in [0, J]; 0, or 1 if the logits held a NaN, or 2 if no token
-    was left; J emitted tokens, -1 after the last; K tested drafts, -1 where there was none. None if no request samples.
-    num_valid: (R,) int64 tokens of each request that stay; None if the engine never drafts.
+    packed: (S, 2 + J + K) int64 for at most K drafts and J = 1 + K tokens: number of emitted tokens; 0, or 1 if the
+    logits held a NaN, or 2 if no token was left; emitted tokens, -1 after the last; tested drafts, -1 where there was
+    none. None if no request samples.
+    num_valid: (R,) int64 number of tokens of each request of the step that stay; None if the engine never drafts.
     logprobs: one entry for each row of logits; None if no request of this step asked for them.
     """
 

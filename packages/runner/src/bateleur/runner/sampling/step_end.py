@@ -42,7 +42,7 @@ Forward = CudaGraphManager[StepContext, tuple[Tensor, ...]]
 class ForwardState:
     """A step after its forward pass, for the graph that runs next.
     hidden: hidden states that the graph reads: the final ones, or `DraftContext.features`. They are in the output
-    buffers of the forward pass's graph. passes: metadata of the draft passes; None for the end of a step.
+    buffers of the forward pass's graph. passes: metadata of the draft passes; None for graphs of the end of a step.
     """
 
     context: StepContext
@@ -194,7 +194,7 @@ class SampleStep:
         return ended
 
     def replay(self, staged: StagedStep, hidden_TD: Tensor, kind: str) -> Tensor:
-        """Replay the graph of the end of a step; return `SampledStep.packed`. kind: of `KINDS`. Raises ReplayFailed."""
+        """Replay the graph of a step's end; return `SampledStep.packed`. kind: one of `KINDS`. Raises ReplayFailed."""
         assert self.manager is not None
         assert staged.key is not None
         key = replace(staged.key, variant=(kind,))
