@@ -85,7 +85,7 @@ class CachePlan:
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of state pages and rings, including the null page and the null row."""
+        """Bytes of state pages, ring buffers and conv windows, including those for padding."""
         return self.num_state_slots * self.costs.page_bytes + (1 + self.max_num_seqs) * self.costs.row_bytes
 
     @property
@@ -181,7 +181,9 @@ def _shortened(plan: CachePlan, limits: EngineLimits, numbers: str, *, chosen: b
 
 
 def _losses(plan: CachePlan, num_reqs: int, share: bool, rows_chosen: bool) -> list[str]:
-    """Return what a plan lacks, as texts, compared with `num_reqs` requests and (if `share`) prefix caching."""
+    """Return what a plan lacks, as texts, compared with `num_reqs` requests and (if `share`) prefix caching.
+    rows_chosen: see `plan_caches`.
+    """
     lost, rows = [], plan.max_num_seqs
     holds = "with prefix caching, and with the keys and values of the longest request, it holds"
     if share and plan.costs.retention is None:

@@ -208,7 +208,7 @@ class RejectionSampler:
         return SamplingInputs(num_drafts, plain, kind, self.rows.seeds[:count], temperature, metadata)
 
     def num_generated(self, batch: StepBatch) -> Int64s:
-        """Return upper bounds (S,) of the tokens that the S sampling requests have generated before this step."""
+        """Return upper bounds (S,) of the numbers of tokens that the S sampling requests have generated so far."""
         table, (_, rows_S) = self.table, batch.sampled
         found: Int64s = table.num_tokens[rows_S] - table.prompt_len[rows_S] - 1 - batch.index.num_slots_S
         return found

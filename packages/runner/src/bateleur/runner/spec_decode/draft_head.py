@@ -53,9 +53,10 @@ class DraftHead:
     ) -> Self:
         """Load a draft head for `target`, on its device and in its dtype.
         path: a folder, "mtp" for the head in the target's `checkpoint`, or "auto" for the head that is installed with
-        the package's own model. shipped: whether the target is this model. recorded: see `Projection.pack`; None packs
-        nothing. Raises ValueError for "auto" with another target, a folder or a checkpoint without a head, a head that
-        does not fit, or a target without attention layers, whose blocks the head's keys and values would share.
+        the package's own model. shipped: whether the target is this model. recorded: whether CUDA graphs will be
+        captured, see `Projection.pack`; None packs no matrices. Raises ValueError for "auto" with another target, a
+        folder or a checkpoint without a head, a head that does not fit, or a target without attention layers, whose
+        blocks the head's keys and values would share.
         """
         if path == MTP:
             assert checkpoint is not None
@@ -88,7 +89,9 @@ class DraftHead:
 
     @classmethod
     def _of_target(cls, checkpoint: Checkpoint, target: HybridDecoder, recorded: bool | None) -> Self:
-        """Load the MTP head in the target's files. On the device `meta` its weights are not loaded."""
+        """Load the MTP head in the target's files. On the device `meta` its weights are not loaded.
+        recorded: see `open`.
+        """
         module = read_mtp(checkpoint)
         spec, share, exchange = module.spec, WHOLE, target.exchange
         if exchange is not None and _ends_with_experts(spec):

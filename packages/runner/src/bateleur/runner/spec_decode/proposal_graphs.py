@@ -120,7 +120,9 @@ class ProposalGraphs:
         return key if key in self.manager.ready else None
 
     def run(self, key: BatchExecutionDescriptor, staged: StagedStep, features: tuple[Tensor, ...]) -> None:
-        """Propose drafts for the staged step by a graph, and store them. Raises ReplayFailed if the graph failed."""
+        """Propose drafts after the staged step by replaying a graph, and store them. features: see `features_of`.
+        Raises ReplayFailed if the graph failed.
+        """
         batch = staged.state.batch
         passes = self._drafter.stage_proposal(staged.state, int(key.variant[0]))
         generation = staged.generation + self._drafter.steps.generation
