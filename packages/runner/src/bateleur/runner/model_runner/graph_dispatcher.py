@@ -214,7 +214,7 @@ def capture_graphs(
     manager: CudaGraphManager[S, T], producer: Producer[S], body: Body[S, T], peers: Ranks, missing: str
 ) -> None:
     """Capture all graphs of a manager. A key whose capture fails on any rank runs eagerly from then on.
-    A warning says so; it starts with `missing`. body: the function that is captured. peers: ranks of the model.
+    A warning says so; it starts with `missing`. body: the function that is captured. peers: see `HybridDecoder.peers`.
     """
     if manager.dispatcher.keys:
         with torch.inference_mode():
