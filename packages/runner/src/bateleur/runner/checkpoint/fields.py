@@ -40,7 +40,7 @@ class ConfigFields:
     """A configuration of transformers, read field by field. Methods raise ValueError naming field, value and rule."""
 
     def __init__(self, config: Any, written: Mapping[str, Any] | None = None) -> None:
-        """written: fields of the file. Errors use their names."""
+        """config: has the fields as attributes. written: fields of the file, whose names errors use."""
         self.config = config
         self._written = written or {}
         self._rope_parameters: dict[str, Any] = {}
@@ -89,7 +89,8 @@ class ConfigFields:
     def attention(self, *, bias: bool | None = None, **given: Any) -> AttentionLayer:
         """Return the attention layer that the config fields of most families describe.
 
-        bias: whether all projections have biases; None: `attention_bias`. given: arguments that differ from Llama's.
+        bias: whether all projections have biases; None: `attention_bias`. given: arguments of
+        `AttentionLayer` that differ from Llama's.
         """
         bias = self["attention_bias"] if bias is None else bias
         rope = given["rope"] if "rope" in given else self.rope()
@@ -143,7 +144,7 @@ class ConfigFields:
         return tuple(made[kind] for kind in kinds)
 
     def windows(self, attention: AttentionLayer, **windowed: Any) -> tuple[AttentionLayer, ...]:
-        """Return a layer for each of `layer_types`. windowed: fields that differ in sliding-window layers."""
+        """Return a layer for each of `layer_types`: `attention`, with fields `windowed` for sliding windows."""
 
         def sliding() -> AttentionLayer:
             return replace(attention, sliding_window=self["sliding_window"], **windowed)
@@ -174,7 +175,10 @@ class ConfigFields:
         return ExpertsLayer(**sizes, router=router, **more)
 
     def sparse_layers(self, count: int, mlp: MlpLayer, experts: ExpertsLayer) -> tuple[Layer, ...]:
-        """Return `count` branches: `mlp` in `mlp_only_layers` and off `decoder_sparse_step`, else `experts`."""
+        """Return `count` branches: `experts` in every `decoder_sparse_step`-th layer, `mlp` in the others.
+
+        Layers in `mlp_only_layers` have `mlp` in any case.
+        """
         dense, step = self["mlp_only_layers"], self["decoder_sparse_step"]
         if bad := [i for i in dense if i >= count]:
             raise ValueError(f"mlp_only_layers holds {bad[0]}; it must be in [0, num_hidden_layers = {count})")
@@ -210,7 +214,7 @@ class ConfigFields:
     ) -> ModelSpec:
         """Return the model of these layers, with the fields that all families share. Its `architecture` is empty.
 
-        following: second branch of every layer or of each; None if a layer is one branch. norm_eps: field with epsilon.
+        following: second branch, of all layers or by layer; None if a layer is one branch. norm_eps: name of its field.
         lengths: default and largest maximum length of a request, if no field has them. more: further arguments of
         `ModelSpec`.
         """
@@ -233,9 +237,10 @@ class ConfigFields:
         )
 
     def _lengths(self) -> tuple[int, int]:
-        """Return the default maximum length, and the largest that a user may choose (0: the default).
+        """Return the default maximum length of a request, and the largest that a user may choose (0: the default).
 
-        Except with YaRN, `max_position_embeddings` is the default, because it often is the scaled length already.
+        With YaRN the default is at least the scaled length. Else it is `max_position_embeddings`, which may already be
+        the scaled length.
         """
         positions, parameters = self["max_position_embeddings"], self._rope_parameters
         kind, factor = str(parameters.get("rope_type")), parameters.get("factor") or 1.0

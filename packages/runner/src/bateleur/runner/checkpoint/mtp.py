@@ -21,7 +21,7 @@ _PREFIX = "mtp."
 def read_mtp(checkpoint: Checkpoint) -> Checkpoint:
     """Return the checkpoint with layers and tensors of its MTP head. Raises ValueError without a supported one.
 
-    Its `names` fill `token_norm`, `hidden_norm`, `fc_proj`, layers and `final_norm`.
+    Its tensors fill the weights `token_norm`, `hidden_norm`, `fc_proj`, `final_norm`, and those of the layers.
     """
     path = checkpoint.path
     file = path / "config.json"
@@ -63,7 +63,7 @@ def _names(theirs: Names, mtp: MtpNames, spec: ModelSpec) -> Names:
 
 
 def _moved(names: Names, stem: str) -> Names:
-    """Replace the prefix `stem` by `mtp.` in tensor names, those of alternative layouts included."""
+    """Replace the prefix `stem` by `mtp.` in tensor names, also in those of `WeightPart.instead`."""
     return {
         _PREFIX + name.removeprefix(stem): replace(part, instead=_moved(dict(part.instead), stem))
         for name, part in names.items()

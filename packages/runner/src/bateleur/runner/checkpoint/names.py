@@ -33,7 +33,11 @@ class StorageForm(Enum):
 
 @dataclass(frozen=True, slots=True)
 class WeightPart:
-    """A part of a weight that one tensor fills: rows [start, start + rows) of weight `target`; `rows` None: all."""
+    """A part of a weight that one tensor fills: rows [start, start + rows) of weight `target`; `rows` None: all.
+
+    The other fields say how the stored tensor becomes this part: `pieces` and `axis` give the order of rows, `factors`
+    multiply rows, and `stored` is the shape in the file. `instead` has the parts by name in another layout of files.
+    """
 
     target: str
     start: int = 0
@@ -103,16 +107,16 @@ Names = dict[str, WeightPart]
 
 
 class Called(NamedTuple):
-    """Names of a branch, of the norm before it, and of its weights."""
+    """Names of a branch in files, and of the norm before it. names: returns its weight names; None: the usual ones."""
 
     branch: str
     norm: str
     names: Callable[[Any], Names] | None = None
-    """Returns the weight names of a layer, after the name of the branch; None: the usual ones."""
+    """For a layer; without the name of the branch."""
 
 
 def stacked(target: str, sources: Mapping[str, int | None], ending: str = "weight") -> Names:
-    """Return the names of tensors that are stacked by rows to the weight `target`. sources: row counts by name."""
+    """Return the names of tensors that are stacked by rows to `target`. sources: number of rows by name; None: all."""
     names, start = {}, 0
     for source, rows in sources.items():
         names[f"{source}.{ending}"] = WeightPart(target, start, rows)
@@ -121,13 +125,13 @@ def stacked(target: str, sources: Mapping[str, int | None], ending: str = "weigh
 
 
 def projection(target: str, sources: Mapping[str, int | None], bias: bool = False) -> Names:
-    """Return the names of tensors that are stacked to one projection, and of their biases."""
+    """Return the names of tensors that are stacked to `{target}_proj` and, with `bias`, to its bias, see `stacked`."""
     biases = stacked(f"{target}_bias", sources, "bias") if bias else {}
     return stacked(f"{target}_proj", sources) | biases
 
 
 def whole(**sources: str) -> Callable[[Any], Names]:
-    """Return a function of weight names, for projections without biases that are one tensor each."""
+    """Return a function that names weights without biases: `up="x"` means that tensor `x.weight` is `up_proj`."""
     return lambda _: {f"{source}.weight": WeightPart(f"{target}_proj") for target, source in sources.items()}
 
 
@@ -167,7 +171,7 @@ def _mamba_names(layer: MambaLayer) -> Names:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertNames:
-    """Tensor names of a layer's experts, after the name of the branch.
+    """Tensor names of a layer's experts, without the prefix `branch`.
 
     `other_*` are names in another layout: `{}` means one tensor for each expert, two names mean separate gate and up.
     """
@@ -187,7 +191,7 @@ class ExpertNames:
     shared_names: Callable[[MlpLayer], Names] = mlp_names
 
     def of(self, layer: ExpertsLayer) -> Names:
-        """Return the weight names of a layer, after its prefix."""
+        """Return the weight names of a layer, without the layer's prefix."""
         count, inner = layer.num_experts, layer.intermediate_size
         found = {
             self.router: WeightPart("router_proj", instead=_instead("router_proj", self.other_router)),
@@ -234,7 +238,10 @@ def weight_names(
     embedding: str = "embed_tokens",
     final_norm: str = "norm",
 ) -> Names:
-    """Return the weight names of a decoder. mlp, mixers: names of branches that differ from those of most families."""
+    """Return the weight names of a decoder.
+
+    mlp, mixers: names of branches that differ from those of most families. stem: prefix of all names but `lm_head`.
+    """
     names: Names = {
         f"{stem}.{embedding}.weight": WeightPart("embedding"),
         f"{stem}.{final_norm}.weight": WeightPart("final_norm"),

@@ -40,17 +40,18 @@ _LONGEST_REASON = 240
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A checkpoint folder with a supported configuration and complete weights. Nothing is loaded yet."""
+    """A checkpoint folder with a supported configuration and complete weights. Nothing is loaded yet.
+
+    tied: whether the configuration ties embedding and output projection, whatever the files have. dtype: dtype of most
+    weights in the files. tensors: tensors by the names that `names` uses. other_prefixes: see `Family`.
+    """
 
     path: Path
     spec: ModelSpec
     tied: bool
-    """Whether the configuration ties embedding and output projection, whatever the files have."""
     dtype: torch.dtype
-    """Dtype of most weights in the files."""
     names: Names
     tensors: Mapping[str, TensorEntry]
-    """Tensors by the names that `names` uses."""
     unused: Mapping[str, TensorEntry]
     """Known tensors that the model does not need, such as those of an MTP head (`mtp.*`)."""
     overrides: Mapping[str, Any] = field(default_factory=dict)
@@ -58,7 +59,6 @@ class Checkpoint:
     dequantize: bool = False
     """Whether quantised weights are converted to the dtype of the model when they are loaded."""
     other_prefixes: tuple[tuple[str, str], ...] = ()
-    """See `Family.other_prefixes`."""
 
 
 def open_checkpoint(
@@ -118,7 +118,8 @@ def load_model(
     """Load the decoder, or this rank's part of it, in `dtype` on `device`.
 
     Parameters of recurrences and routers are float32 in any case. Quantised matrices stay quantised unless
-    `Checkpoint.dequantize` is set. Raises ValueError before reading if there is not enough memory.
+    `Checkpoint.dequantize` is set. ranks, data_ranks: tensor-parallel or data-parallel ranks, see `HybridDecoder`.
+    Raises ValueError before reading if there is not enough memory.
     """
     described, _ = describe_model(checkpoint, dtype, "meta", ranks, data_ranks)
     size = sum(weight.nbytes for weight in described.weights().values())
@@ -141,7 +142,7 @@ def load_model(
 def describe_model(
     checkpoint: Checkpoint, dtype: torch.dtype, device: Device, ranks: Ranks = ALONE, data_ranks: Ranks = ALONE
 ) -> tuple[HybridDecoder, Matrices]:
-    """Return the uninitialised decoder in the checkpoint's layout, and its quantised projections."""
+    """Return the uninitialised decoder, and its projections that stay quantised. Arguments: see `load_model`."""
     model = HybridDecoder(checkpoint.spec, dtype=dtype, device=device, ranks=ranks, data_ranks=data_ranks)
     if checkpoint.dequantize:
         return model, {}
@@ -169,7 +170,7 @@ def quiet_transformers() -> Iterator[None]:
 
 
 def read_config(path: Path, overrides: Mapping[str, Any] | None = None) -> tuple[Family, ConfigFields, dict[str, Any]]:
-    """Return the model family of a checkpoint, and its config fields as transformers and as the file has them."""
+    """Return the model family of a checkpoint, and its config fields: as in transformers, and as in the file."""
     file = path / "config.json"
     if not file.is_file():
         raise ValueError(f"{path}: has no config.json; it must be a Hugging Face checkpoint")
@@ -216,7 +217,10 @@ def _family(config: Mapping[str, Any]) -> Family:
 
 
 def _config(path: Path, family: Family, written: Mapping[str, Any], overridden: bool) -> Any:
-    """Return the configuration of the text model: the file's own if transformers would not change it."""
+    """Return the configuration of the text model: the file's own if transformers would not change it.
+
+    overridden: whether fields of `written` differ from the file.
+    """
 
     def ask() -> Any:
         if not overridden:

@@ -85,6 +85,7 @@ def quantize_projections(
 ) -> Matrices:
     """Allocate codes and scales for the projections whose weights are quantised, and return these projections.
 
+    matrices: projections by the names of their weights. share: this rank's part of the weights.
     Codes and scales have the layout of the file. Expert weights whose schemes differ stay plain, and so does a weight
     that is converted when it is loaded (transposed, for example).
     """

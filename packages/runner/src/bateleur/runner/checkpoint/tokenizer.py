@@ -80,7 +80,10 @@ def _ask_transformers(folder: Path) -> Any:
 
 
 def _refuse_code(folder: Path, tiktoken: bool) -> None:
-    """Raise ValueError if the tokenizer's class is code in the checkpoint, except Kimi's: it may split differently."""
+    """Raise ValueError if the tokenizer's class is code in the checkpoint, which may split text differently.
+
+    Kimi's class is accepted together with tiktoken.model.
+    """
     for file in (folder / "tokenizer_config.json", folder / "config.json"):
         named = read_json(file).get("auto_map") if file.is_file() else None
         named = named.get("AutoTokenizer") if isinstance(named, dict) else named
@@ -265,7 +268,7 @@ def _merges(ranks: dict[bytes, int]) -> list[tuple[str, str]]:
 
 
 def _added_tokens(config: dict[str, Any], first: int, count: int) -> list[tuple[str, bool]]:
-    """Return names of added tokens, with ids from `first` on, at least `count`, and whether each is special."""
+    """Return (name, whether special) of added tokens, whose ids begin at `first`. count: minimum number of tokens."""
     described: dict[str, Any] = config.get("added_tokens_decoder") or {}
     known = {int(token): each for token, each in described.items() if isinstance(each, dict)}
     end = max([first + count, *(token + 1 for token in known)])

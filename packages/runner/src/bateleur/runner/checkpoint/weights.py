@@ -26,9 +26,10 @@ _LISTED = 40
 
 
 def resolve_tied(spec: ModelSpec, names: Names, tensors: Mapping[str, TensorEntry]) -> tuple[ModelSpec, Names]:
-    """Decide by the tensors of the file whether embedding and output projection are tied.
+    """Return spec and names after deciding by the tensors of the file whether embedding and output projection are tied.
 
-    If the configuration ties them but the file has both (as NemotronH's), both are read. One of them is used for both.
+    If the configuration ties them but the file has both (as NemotronH's), both are read, as if not tied. If the
+    file has one, it is used for both.
     """
     if not spec.tie_word_embeddings:
         return spec, names
@@ -101,7 +102,7 @@ def fill_weights(
 
 
 def _fill(weight: Tensor, part: WeightPart, entry: TensorEntry, cut: Cut) -> None:
-    """Copy this rank's slice (ranges of the whole weight by axis) of one tensor into its `weight`."""
+    """Copy this rank's slice of one tensor into its `weight`. cut: the ranges of the whole weight by axis."""
     shift, target = 0, weight
     if part.expert is not None:
         (first, end), *_ = cut.get(0, ((0, len(weight)),))

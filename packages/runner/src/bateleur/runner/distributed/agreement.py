@@ -22,7 +22,7 @@ _KINDS: tuple[type[Exception], ...] = (ValueError, OSError, PrefixRefused)
 def run_on_all_ranks(ranks: Ranks, work: Callable[[], T]) -> T:
     """Run `work` on every rank. Raise the ValueError, PrefixRefused or OSError of the first failed rank on all ranks.
 
-    It needs one collective. Other errors are raised on their rank only, and end the other ranks.
+    One collective is needed for that. Other errors are raised on their rank only, and then the other ranks end.
     """
     if ranks.alone:
         return work()

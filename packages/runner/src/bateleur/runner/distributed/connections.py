@@ -34,7 +34,7 @@ class Sign(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class RankFault:
-    """A sign of failure, sent by a rank before it exits, or noted of one that has exited or does not answer."""
+    """A sign of failure: a rank sends it before it exits, or the monitor makes it for a silent or exited rank."""
 
     sign: Sign
     cause: str  # such as "has left with exit code 1"
@@ -43,7 +43,7 @@ class RankFault:
 
 @dataclass(frozen=True, slots=True)
 class RankStatus:
-    """Reply to a status request: what a rank is doing now."""
+    """Reply to a status request: what a rank is doing now. frame: where its thread is in the code."""
 
     num_messages: int  # engine messages that it has received
     idle: bool  # waits for the next one
@@ -118,7 +118,7 @@ class RankHeartbeat(Progress, Thread):
         self._left.set()
 
     def fail(self, error: BaseException) -> None:
-        """Report an error."""
+        """Report an error of this rank to the first rank."""
         sign = Sign.BROKEN_COLLECTIVE if isinstance(error, CollectiveBroken | RankFailed) else Sign.RAISED
         trace = "".join(traceback.format_exception(error))
         with suppress(OSError):  # the first rank is gone

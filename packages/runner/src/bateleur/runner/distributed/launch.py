@@ -54,7 +54,10 @@ def start(module: str, rank: int) -> RankProcess:
 
 
 def inherited() -> RankConnection:
-    """Return the connection to the first rank, in a process that `start` has started. It then ends with its parent."""
+    """Return the connection to the first rank, in a process that `start` has started.
+
+    On Linux the process is killed when its parent ends.
+    """
     messages, status, parent = map(int, sys.argv[1:])
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -136,7 +136,7 @@ def _read(rank: RankProcess) -> StartPhase | RankFault | RankStatus:
 
 
 def _end(ranks: Sequence[RankProcess], seconds: float) -> None:
-    """Wait so many seconds for the ranks to exit, then kill the others."""
+    """Wait up to `seconds` for the ranks to exit, then kill those that still run."""
     deadline = time.monotonic() + seconds
     for process in (each.process for each in ranks):
         if process is not None:
@@ -150,6 +150,7 @@ def _end(ranks: Sequence[RankProcess], seconds: float) -> None:
 def find_failure(signs: Mapping[int, RankFault | RankStatus], seconds: float) -> tuple[int, RankFault]:
     """Return the rank that has most likely failed first, and how. signs: last message or state of each rank.
 
+    seconds: time for which the ranks have made no progress, for the error message.
     A rank that has received fewer messages than others, or is outside of a collective, counts as stuck.
     """
     most = max((each.num_messages for each in signs.values() if isinstance(each, RankStatus)), default=0)

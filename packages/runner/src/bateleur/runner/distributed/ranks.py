@@ -21,12 +21,15 @@ Range = tuple[int, int]  # first, and one after the last
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """The rank of this process, and collectives with the other ranks. group: name of the process group, "" if alone."""
+    """The rank of this process, and collectives with the other ranks.
+
+    group: name of the process group, "" if alone. local: rank on this machine, and number of ranks on it.
+    """
 
     rank: int = 0
     size: int = 1
     group: str = ""
-    local: Range = (0, 1)  # rank and number of ranks on its machine
+    local: Range = (0, 1)
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.size:
@@ -43,7 +46,7 @@ class Ranks:
         return torch.device("cuda", self.local[0]) if several else indexed(device)
 
     def even(self, name: str, count: int) -> Range:
-        """Return the range of `count` items that this rank has. Raises ValueError, with `name`, if parts differ."""
+        """Return the range of `count` items that this rank has. Raises ValueError with `name` if parts are unequal."""
         if count % self.size:
             divisors = ", ".join(str(each) for each in range(1, count + 1) if count % each == 0)
             raise ValueError(f"tensor_parallel_size is {self.size}; it must divide {name} = {count}: {divisors}")
@@ -51,7 +54,7 @@ class Ranks:
         return self.rank * share, (self.rank + 1) * share
 
     def shared(self, name: str, count: int) -> Range:
-        """Like `even`, but with fewer items than ranks several ranks get the same item, one each."""
+        """Like `even`, but with fewer items than ranks each rank gets one item, and several ranks get the same one."""
         if count >= self.size:
             return self.even(name, count)
         if self.size % count:

@@ -43,7 +43,7 @@ Read = tuple[int, PrefixRefused | None]  # number of files read, and the error o
 
 
 class _Rows(NamedTuple):
-    """Rows of host memory for keys of one kind (KV blocks or states)."""
+    """Rows of host memory for KV blocks or states of one file. wanted: indices of `keys` among those of the file."""
 
     level: OffloadedRows
     wanted: list[int]  # indices of the keys among the span's blocks, or [0] for its state
@@ -96,8 +96,10 @@ class DiskTier:
     def save(self, keys: PrefixKeys, ids: NDArray[np.int32], num_tokens: int, prompt_len: int) -> None:
         """Queue files with the caches of the first `num_tokens` tokens of an ended request, as far as memory allows.
 
-        Without states, files end at two positions: at the end of the request, and at the last position from which the
-        same prompt could start again. `ids` must not be written to any more.
+        There is a file for each full segment of blocks, and one that ends at each state in host memory. For models
+        without states, files end at two other positions: at the end of the request, and at the last position from which
+        the same prompt could start again.
+        ids: token ids, which must not be written to any more.
         """
         chain = PrefixSpans(self._cache, keys, ids, num_tokens)
         spans = list(chain.segments())
@@ -164,7 +166,7 @@ class DiskTier:
                 self._warn_once("unwritable", f"a prefix could not be written: {error}")
 
     def fetch(self, request: Request, keys: PrefixKeys, ids: NDArray[np.int32], max_tokens: int) -> bool:
-        """Start to read files for a request; returns whether `arrived` will return it. max_tokens: length to read."""
+        """Start to read files for a request; returns whether `arrived` will return it. max_tokens: maximum length."""
         if self._ranks.alone and not self._names:
             return False
         chain = PrefixSpans(self._cache, keys, ids, max_tokens)
@@ -234,7 +236,7 @@ class DiskTier:
         """Return host rows for a file, kept from eviction; None if host memory has no room.
 
         reserve: reserve rows to read into, for contents that are not in memory. Otherwise return the rows that have the
-        contents, copied from the device if needed; None also if some were evicted.
+        contents, copied from the device if needed. Then the result is None, too, if some contents were evicted.
         """
         parts: list[_Rows] = []
         for level, keys in ((self._blocks, span.blocks), (self._pages, () if span.page is None else (span.page,))):
@@ -306,7 +308,7 @@ def _release(parts: list[_Rows]) -> None:
 
 
 def _read_status(future: Future[Read]) -> int:
-    """Return the state of a read as a number for other ranks: -1 while pending, else files read and kind of error.
+    """Return the state of a read as one number: -1 while pending, else a code for files read and kind of error.
 
     The rank that read fewest files has the lowest number.
     """

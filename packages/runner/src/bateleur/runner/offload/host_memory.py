@@ -27,7 +27,10 @@ class HostSizes:
 
     @classmethod
     def of(cls, plan: CachePlan, num_bytes: int, num_ranks: int = 1) -> Self:
-        """Divide the bytes of all ranks by the device's ratio of blocks to states. Raises ValueError if too few."""
+        """Return one rank's sizes, in the ratio of blocks to states in `plan`. Raises ValueError if they are too small.
+
+        num_bytes: bytes of all `num_ranks` ranks together.
+        """
         costs = plan.costs
         own = plan.max_num_seqs * costs.pages_per_request
         shares = [
@@ -91,7 +94,7 @@ class OffloadedRows:
         return [each - 1 for each in self._pool.allocate(len(keys))]
 
     def insert(self, keys: Sequence[Hashable], rows: Sequence[int]) -> None:
-        """Set the keys of rows from `take`, so that `find` returns them. A key that another row has stays there."""
+        """Set the keys of rows from `take`, so that `find` returns them. If another row has a key, it keeps it."""
         for key, row in zip(keys, rows, strict=True):
             self._pool.insert(row + 1, key)
 
@@ -140,7 +143,10 @@ class OffloadedRows:
         return True
 
     def hold(self, keys: Sequence[Hashable]) -> list[int] | None:
-        """Return host rows of `keys`, copied from the device if needed, kept from eviction; None if impossible."""
+        """Return host rows of `keys`, copied from the device if needed, and keep them from eviction.
+
+        Returns None if a key is neither on the device nor in host memory, or if host memory has no room.
+        """
         new = [(self.device.pool.find(key), key) for key in keys if key not in self]
         if not all(number for number, _ in new):
             return None

@@ -30,11 +30,15 @@ _FOREIGN_TENSORS = "its tensors are not laid out as this engine's"
 
 @dataclass(frozen=True, slots=True)
 class Prefix:
-    """KV blocks of a prefix after its first `start` tokens, and the state at its end, on the host."""
+    """KV blocks of a prefix after its first `start` tokens, and the state (page) at its end, on the host.
 
-    start: int  # tokens before the first block
-    key: bytes  # prefix-cache key of all tokens up to the end
-    token_ids: NDArray[np.int32]  # tokens of the blocks, and the one after them if blocks depend on it
+    key: prefix-cache key of all tokens up to the end. token_ids: tokens of the blocks, and the one after them if blocks
+    depend on it.
+    """
+
+    start: int
+    key: bytes
+    token_ids: NDArray[np.int32]
     blocks: NDArray[np.uint8]  # (n, block_bytes); n = 0 without attention, or if there is only a state
     page: NDArray[np.uint8] | None  # (page_bytes,) the state after the last token; None if there is none
 
@@ -87,7 +91,7 @@ def read_prefix(path: Path, layout: RowLayout, *, follow_symlinks: bool = False)
 def _expected(
     path: Path, stored: dict[str, str], layout: RowLayout
 ) -> tuple[dict[str, tuple[torch.dtype, tuple[int, ...]]], int]:
-    """Return dtypes and shapes of the tensors of a file, by name, and their bytes. stored: metadata of its header."""
+    """Return dtype and shape of a file's tensors, by name, and the bytes of all. stored: metadata of its header."""
     try:
         start, end = int(stored["start"]), int(stored["end"])
         bytes.fromhex(stored["key"])

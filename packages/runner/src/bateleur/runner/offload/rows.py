@@ -77,12 +77,16 @@ def _divides(word: torch.dtype, tensor: Tensor) -> bool:
 
 @dataclass(frozen=True)
 class RowLayout:
-    """Everything besides tokens that attention keys, values and states depend on, and their layout in a file."""
+    """Everything besides tokens that attention keys, values and states depend on, and their layout in a file.
 
-    fields: Mapping[str, str]  # weights, dtype, device, kernels, ranks and versions, by name
+    fields: weights, dtype, device, kernels, ranks and versions, by name. granularity: tokens between two possible ends
+    of a prefix. num_lookahead_tokens: tokens after a prefix that its last block depends on.
+    """
+
+    fields: Mapping[str, str]
     block_size: int  # tokens of a block; without attention, distance of two states in tokens
-    granularity: int  # tokens between two possible ends of a prefix
-    num_lookahead_tokens: int  # tokens after a prefix that its last block needs: 1 if a draft head stores keys, else 0
+    granularity: int
+    num_lookahead_tokens: int  # 1 if a draft head stores keys, else 0
     block_parts: tuple[RowPart, ...]  # parts of a KV block; empty without attention
     page_parts: tuple[RowPart, ...]  # parts of a state; empty without recurrent layers
 

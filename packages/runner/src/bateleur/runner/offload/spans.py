@@ -20,15 +20,19 @@ KINDS = ("kv", "end")  # kinds of files: segments and endings
 
 @dataclass(frozen=True, slots=True)
 class FileSpan:
-    """The part of a prefix that one file holds."""
+    """The part of a prefix that one file holds: tokens [start, end).
 
-    start: int  # tokens before it
-    end: int  # tokens up to its end
+    key: key stored in the file. token_ids: tokens of the blocks, and those after them that blocks depend on.
+    blocks, page: prefix-cache keys of the blocks, and of the state at the end (None for a segment, or without states).
+    """
+
+    start: int
+    end: int
     name: str  # file name
-    key: bytes  # key stored in the file
-    token_ids: NDArray[np.int32]  # tokens of its blocks, and those after them that blocks depend on
-    blocks: tuple[bytes, ...]  # prefix-cache keys of its blocks
-    page: bytes | None  # prefix-cache key of the state at its end; None for a segment, or without states
+    key: bytes
+    token_ids: NDArray[np.int32]
+    blocks: tuple[bytes, ...]
+    page: bytes | None
 
 
 class PrefixSpans:
@@ -49,7 +53,7 @@ class PrefixSpans:
             self.blocks = prefixes.block_keys(keys, ids, 0, self.length // self.block_size)
 
     def segments(self) -> Iterator[FileSpan]:
-        """Yield the parts of the prefix in files of full segments, in order."""
+        """Yield the parts of the prefix in files of full segments (16 blocks each), in order."""
         for end in range(self.segment, self.length + 1, self.segment) if self.has_blocks else ():
             yield self._span(end - self.segment, end, "kv")
 
@@ -70,7 +74,10 @@ class PrefixSpans:
         yield from range(self.length // self.granularity * self.granularity, 0, -self.granularity)
 
     def two_ends(self, prompt_len: int) -> set[int]:
-        """The last possible end of a file, and the last one before the prompt's last token; no ends of segments."""
+        """Return the last possible end of a file, and the last one before the prompt's last token.
+
+        The end of a full segment is left out, because the segment's file suffices there.
+        """
         size = self.granularity
         last = (self.length // size * size, min(prompt_len - 1, self.length) // size * size)
         return {end for end in last if self.base(end) < end}

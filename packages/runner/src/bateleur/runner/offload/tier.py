@@ -28,7 +28,7 @@ class HostTier:
 
     @classmethod
     def of(cls, cache: DeviceCache, sizes: HostSizes, device: torch.device, stats: OffloadStats) -> Self:
-        """Allocate host memory of these sizes."""
+        """Return a tier with new host memory of these sizes. stats: counters that it updates."""
         rows = [each.rows.num_bytes for each in (cache.blocks, cache.pages) if each is not None]
         copies = Copies(device, max(rows))
 

@@ -11,7 +11,10 @@ AWQ = (0, 4, 1, 5, 2, 6, 3, 7)
 
 
 def unpack_columns(words: Tensor, bits: int, order: Sequence[int] = PLAIN) -> Tensor:
-    """Unpack words (R, C) int32 to codes (R, C * 32 / bits) uint8. order: nibbles of 8 adjacent 4-bit columns."""
+    """Unpack words (R, C) int32 to codes (R, C * 32 / bits) uint8.
+
+    order: nibble of a word in which each of 8 adjacent columns is; for 4 bits only.
+    """
     codes = words.contiguous().view(torch.uint8)
     if bits == 8:
         return codes
@@ -20,7 +23,7 @@ def unpack_columns(words: Tensor, bits: int, order: Sequence[int] = PLAIN) -> Te
 
 
 def unpack_rows(words: Tensor, bits: int, rows: int) -> Tensor:
-    """Unpack words (..., R, C) int32 with codes of adjacent rows to codes (..., rows, C) uint8."""
+    """Unpack words (..., R, C) int32, each with codes of adjacent rows, to codes (..., rows, C) uint8."""
     *lead, count, columns = words.shape
     codes = unpack_columns(words.transpose(-1, -2).reshape(-1, count), bits)
     return codes.view(*lead, columns, -1).transpose(-1, -2)[..., :rows, :].contiguous()
@@ -39,6 +42,6 @@ def signed(codes: Tensor) -> Tensor:
 
 
 def group_table(index: Tensor, group: int) -> Tensor | None:
-    """Return the scale group of each column, (K,) int32; None if groups are `group` consecutive columns."""
+    """Return `index` (K,) int32, the scale group of each column; None if groups are `group` consecutive columns."""
     consecutive = torch.arange(index.numel(), dtype=index.dtype) // group
     return None if torch.equal(index, consecutive) else index

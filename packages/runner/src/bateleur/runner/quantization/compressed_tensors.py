@@ -54,7 +54,7 @@ class CompressedTensorsReader(QuantizedReader):
                 refuse("quantization_config: strategy", weights["strategy"], f"one of {', '.join(_STRATEGIES)}")
 
     def shape(self, module: Module) -> tuple[int, ...]:
-        """Return the shape (N, K) or (E, N, K) of the weight."""
+        """Return the shape of the weight: (N, K), or (E, N, K) for E experts."""
         if _GLOBAL in module:
             return nvfp4_shape(module, "weight_packed")
         if "weight_packed" not in module:
@@ -124,7 +124,7 @@ class CompressedTensorsReader(QuantizedReader):
         return QuantizedMatrix(scheme, columns, codes, scales, zeros, index=index)
 
     def _weights(self, module: Module) -> dict[str, Any]:
-        """Return the arguments of the config group for the module: named exactly, by a pattern, or by its class."""
+        """Return `weights` of the config group that names the module: exactly, by a pattern, or by its class."""
         found: list[tuple[int, dict[str, Any]]] = []
         for targets, weights in self._groups:
             for target in targets:

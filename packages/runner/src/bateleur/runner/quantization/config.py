@@ -41,7 +41,7 @@ _FALLBACKS = (("hf_quant_config.json", "modelopt"), ("quantize_config.json", "gp
 
 
 def quantization_fields(path: Path, config: Mapping[str, Any]) -> tuple[Path, Mapping[str, Any]]:
-    """Return the file that describes the quantisation of the folder `path`, and its fields; {} if none does."""
+    """Return the file that describes the quantisation of the folder `path`, and its fields; {} if there is none."""
     file = path / "config.json"
     with errors_in(file):
         fields = _fields(config)

@@ -33,7 +33,10 @@ def nvfp4_scheme(divides: bool) -> Scheme:
 
 
 def nvfp4_matrix(module: Module, weight: str, factor: str, *, divides: bool) -> QuantizedMatrix:
-    """Return the quantised matrix. factor: its dividing factors may be infinite, if all weights of a tensor are 0."""
+    """Return the quantised matrix. weight, factor: names of the tensors with codes and factors.
+
+    divides: see `nvfp4_scheme`. A factor that divides may be infinite: then all weights of its matrix are 0.
+    """
     *lead, rows, columns = nvfp4_shape(module, weight)
     module.float_dtype(factor)
     factors, count = module[factor].mapped().float(), math.prod(lead)
@@ -97,7 +100,7 @@ class ModeloptReader(QuantizedReader):
                 raise ValueError(f"quantization_config: quant_algo is {algorithm!r}; supported are {supported}")
 
     def shape(self, module: Module) -> tuple[int, ...]:
-        """Return the shape (N, K) or (E, N, K) of the weight."""
+        """Return the shape of the weight: (N, K), or (E, N, K) for E experts."""
         if _SECOND in module:
             return nvfp4_shape(module, "weight")
         if module["weight"].dtype != "F8_E4M3":
@@ -120,12 +123,15 @@ class ModeloptReader(QuantizedReader):
 
 
 def _block(module: Module) -> Block:
-    """Return the block size (128, 128) for block scales, stored as (N / 128, 1, K / 128, 1); else None."""
+    """Return block size (128, 128) if scales of a weight (N, K) are stored as (N / 128, 1, K / 128, 1); else None."""
     return (128, 128) if len(module["weight_scale"].shape) == 4 else None
 
 
 class Mxfp4Reader(QuantizedReader):
-    """Reads `blocks` (E, N, K / 32, 16) with two codes a byte, low nibble first, and `scales` (E, N, K / 32) e8m0."""
+    """Reads weights (E, N, K) of E experts: `blocks` (E, N, K / 32, 16) and `scales` (E, N, K / 32) e8m0.
+
+    A byte of `blocks` has two codes, low nibble first.
+    """
 
     parts = (frozenset(("blocks", "scales")),)
 
@@ -133,7 +139,7 @@ class Mxfp4Reader(QuantizedReader):
         super().__init__(fields, starts_with, "modules_to_not_convert")
 
     def shape(self, module: Module) -> tuple[int, ...]:
-        """Return the shape (E, N, K) of the weight."""
+        """Return the shape (E, N, K) of the weight of E experts."""
         *lead, groups, width = module["blocks"].shape
         if module["blocks"].dtype != "U8" or len(lead) != 2 or width != _MXFP4_GROUP // 2:
             raise module.refuse("blocks", f"MXFP4 needs U8 (experts, rows, groups, {_MXFP4_GROUP // 2})")

@@ -18,11 +18,14 @@ _UNUSED_ZEROS = "quantization_config: sym is true, but qzeros in the files hold 
 
 
 class GptqReader(QuantizedReader):
-    """Reads `qweight` (K * bits / 32, N), `qzeros` (G, N * bits / 32) and `scales` (G, N) for G groups of columns."""
+    """Reads `qweight` (K * bits / 32, N), `qzeros` (G, N * bits / 32) and `scales` (G, N) of a weight (N, K).
+
+    G is the number of column groups with a common scale. less_one: whether `qzeros` are one less than the zero
+    points (version 1 of the format).
+    """
 
     parts = (frozenset(("qweight", "qzeros", "scales", "g_idx")),)
     less_one: bool
-    """Whether stored zeros are one less: version 1."""
 
     def __init__(self, fields: Mapping[str, Any]) -> None:
         super().__init__(fields)
@@ -131,7 +134,10 @@ class AutoRoundReader(GptqReader):
 
 
 class AwqReader(QuantizedReader):
-    """Reads `qweight` (K, N / 8) and `qzeros` (G, N / 8), packed along N, and `scales` (G, N) for G column groups."""
+    """Reads `qweight` (K, N / 8), `qzeros` (G, N / 8) and `scales` (G, N) of a weight (N, K) with G column groups.
+
+    The first two are packed along N.
+    """
 
     parts = (frozenset(("qweight", "qzeros", "scales")),)
 

@@ -1,4 +1,4 @@
-"""Finds the quantised modules of a checkpoint among its tensors. The interface of the readers (one per format)."""
+"""Finds the quantised modules of a checkpoint, and defines the interface of readers, one per format."""
 
 import math
 import re
@@ -26,7 +26,10 @@ Block = tuple[int, int] | None
 
 @dataclass(frozen=True, slots=True)
 class Module:
-    """Tensors of a quantised module, by the last part of their names. Checks raise ValueError with a tensor's name."""
+    """A quantised module: its name in all spellings, and its tensors by the last part of their names.
+
+    Checks raise ValueError with the name of a tensor.
+    """
 
     names: tuple[str, ...]
     """Names of the module: first the one in the file, then other spellings."""
@@ -82,13 +85,19 @@ class Module:
         return _FLOATS[self[part].dtype]
 
     def float_scheme(self, scale: str, block: Block, *, zeros: bool = False) -> Scheme:
-        """Return the scheme of FP8 or INT8 codes in `weight`, with scales per tensor, row or block."""
+        """Return the scheme of FP8 or INT8 codes in `weight`, with scales per tensor, row or block.
+
+        scale: name of the tensor with scales. block: rows and columns with a common scale; None: per tensor or row.
+        """
         layout = Layout.F8 if self["weight"].dtype.startswith("F8") else Layout.I8
         group = self["weight"].shape[-1] if block is None else block[1]
         return Scheme(layout, group, self.float_dtype(scale), zeros)
 
     def row_scales(self, scale: str, block: Block, shape: tuple[int, ...]) -> Tensor:
-        """Return scales per tensor, row or block, expanded to N rows and G column groups, (..., N, G)."""
+        """Return scales per tensor, row or block, expanded to N rows and G column groups, (..., N, G).
+
+        scale, block: see `float_scheme`. shape: shape of the weight.
+        """
         *lead, rows, columns = shape
         stored, scales, count = _long(self[scale].shape), self.finite(scale), math.prod(lead)
         if block is None:
@@ -103,7 +112,7 @@ class Module:
         return scales.reshape(blocks).repeat_interleave(high, -2)[..., :rows, :]
 
     def group_size(self, columns: int, groups: int, said: int) -> int:
-        """Return the columns per scale, of `groups` scales. said: `group_size` of the configuration; < 1: all."""
+        """Return the columns per scale, with `groups` scales a row. said: `group_size` of the checkpoint; < 1: all."""
         group = columns if said < 1 else said
         if -(-columns // group) == groups:
             return group
@@ -113,10 +122,12 @@ class Module:
 
 
 class QuantizedReader(ABC):
-    """Reads the quantised modules of one format. fields: `quantization_config` of the checkpoint."""
+    """Reads the quantised modules of one format. fields: `quantization_config` of the checkpoint.
+
+    parts: sets of tensors that a module may have together, apart from scales of activations.
+    """
 
     parts: ClassVar[tuple[frozenset[str], ...]]
-    """Tensors that a module may have together, apart from scales of activations."""
 
     def __init__(self, fields: Mapping[str, Any], matches: Matcher | None = None, *ignoring: str) -> None:
         """ignoring: names of fields that list modules which are not quantised. matches: interprets their entries."""
@@ -125,7 +136,7 @@ class QuantizedReader(ABC):
 
     @abstractmethod
     def shape(self, module: Module) -> tuple[int, ...]:
-        """Return the shape (N, K) or (E, N, K) of the weight. Raises ValueError if sizes do not match."""
+        """Return the shape of the weight: (N, K), or (E, N, K) for E experts. Raises ValueError if sizes mismatch."""
 
     @abstractmethod
     def scheme(self, module: Module) -> Scheme:

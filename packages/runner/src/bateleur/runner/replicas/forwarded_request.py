@@ -16,12 +16,15 @@ _ASGI = {"version": "3.0", "spec_version": "2.3"}
 
 @dataclass(frozen=True, slots=True)
 class ForwardedRequest:
-    """A complete HTTP request that is forwarded to a replica, and hashes of its prompt's prefixes for routing."""
+    """A complete HTTP request that is forwarded to a replica, and hashes of its prompt's prefixes for routing.
+
+    excluded: replicas that died with this request, and must not get it again.
+    """
 
     scope: dict[str, Any]  # the ASGI scope, without values that cannot be pickled
     body: bytes
     prefixes: tuple[bytes, ...]  # hashes of the prefixes of its prompt, see `prefix_keys`
-    excluded: frozenset[str] = frozenset()  # replicas that died with it
+    excluded: frozenset[str] = frozenset()
 
     @classmethod
     def of(cls, scope: Scope, body: bytes) -> Self:

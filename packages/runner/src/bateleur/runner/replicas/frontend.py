@@ -51,7 +51,10 @@ class _Response:
         await self._send(message)
 
     async def fail(self, error: HTTPException, path: str) -> None:
-        """End an event stream with the error as its last event. Raises the error if that is not possible."""
+        """End an event stream with the error as its last event, in the format of the API at `path`.
+
+        Raises the error if no event stream has started. Does nothing if the response has ended.
+        """
         kinds = [value for name, value in (self.head or {}).get("headers", ()) if name == b"content-type"]
         if self.ended:
             return
@@ -155,7 +158,7 @@ class _Endpoint:
 
 
 def merge_metrics(texts: Mapping[str, str]) -> bytes:
-    """Merge the metrics of all replicas: each family once, its samples with the label `replica`."""
+    """Merge metrics by replica (`texts`): each family occurs once, and its samples have the label `replica`."""
     from prometheus_client import generate_latest
 
     return generate_latest(_MergedMetrics(texts))

@@ -62,7 +62,7 @@ def _bytes(value: Any) -> bytes:
 
 
 def _keys(head: bytes, parts: Iterable[bytes]) -> Iterator[bytes]:
-    """Yield hashes of prefixes of the concatenated parts, each after `head`.
+    """Yield hashes of `head` with each of several prefixes of the concatenated parts.
 
     Prefixes end at lengths that grow by an eighth each, and after each of the first parts (messages).
     """

@@ -64,7 +64,7 @@ def _check_reachable(address: str) -> None:
 
 @contextmanager
 def _handling(receive: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """Set the handler of SIGINT and SIGTERM in the `with` block; in the main thread only, as Python has it."""
+    """Set the handler of SIGINT and SIGTERM in the `with` block, if this is the main thread. Python allows no other."""
     main = threading.current_thread() is threading.main_thread()
     before = {each: signal.signal(each, receive) for each in _SIGNALS if main}
     try:
@@ -78,7 +78,7 @@ def _handling(receive: Callable[[int, FrameType | None], None]) -> Iterator[None
 def _interruptible() -> Iterator[Callable[[Callable[[], None]], None]]:
     """Raise KeyboardInterrupt at the first signal in the `with` block. A second signal ends the process.
 
-    Yields a function that calls its argument and then waits for a signal, which does not raise.
+    Yields a function that calls its argument and then waits for a signal. That signal only ends the wait.
     """
     waits, received = False, threading.Event()
 

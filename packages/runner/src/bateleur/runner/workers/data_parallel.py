@@ -71,7 +71,7 @@ class DataParallelCoordinator:
         return self._undelivered.pop(request_id)
 
     def restore(self) -> None:
-        """Drop abandoned requests."""
+        """Drop the requests of `abandoned` on all ranks, see `RequestRegistry.restore`."""
         if not self.abandoned:
             return
         gone = sorted(self.abandoned)

@@ -36,23 +36,27 @@ GRACE_SECONDS = 5.0  # added to the limits of other ranks, so that the first ran
 
 @dataclass(frozen=True, slots=True)
 class WorkerStart:
-    """The first message to another rank."""
+    """The first message to another rank.
+
+    size: number of ranks. port: port of the store in which ranks find each other. num_threads: threads of all ranks
+    together, on a CPU. step_seconds: time limit of a step.
+    """
 
     config: EngineConfig
     rank: int
     size: int
-    port: int  # of the store in which ranks find each other
-    num_threads: int  # of all ranks together, on a CPU
-    step_seconds: float  # time limit of a step
+    port: int
+    num_threads: int
+    step_seconds: float
 
 
 def time_limit(message: messages.Message, step_seconds: float) -> float:
-    """Return the maximum seconds that a message may take."""
+    """Return the maximum seconds that a message may take. step_seconds: the maximum of a step."""
     return max(step_seconds, LOAD_SECONDS) if isinstance(message, messages.RunOperation) else step_seconds
 
 
 def share_threads(device: torch.device, num_threads: int, size: int) -> None:
-    """Set this rank's number of threads on a CPU: an equal part of `num_threads`."""
+    """Set this rank's number of threads on a CPU: `num_threads` divided by the number of ranks, `size`."""
     if device.type == "cpu":
         torch.set_num_threads(max(1, num_threads // size))
 
@@ -104,7 +108,7 @@ class Follower:
 def follow(
     connection: RankConnection, heartbeat: RankHeartbeat, config: EngineConfig, group: ProcessGroup, step_seconds: float
 ) -> None:
-    """Load the model, and process messages until the first rank closes the connection."""
+    """Load the model, and process messages until the first rank disconnects. step_seconds: see `time_limit`."""
     follower = Follower(config, group)
     heartbeat.end()
     heartbeat.send(StartPhase.READY)

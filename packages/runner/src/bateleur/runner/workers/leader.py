@@ -64,7 +64,7 @@ class Leader:
             self.give_up(error)
 
     def _send_start(self, config: EngineConfig, size: int) -> TCPStore:
-        """Send the other ranks their rank and the port of the store; returns the store."""
+        """Send each other rank its `WorkerStart`, with the port of the store; returns the store."""
         joining = timedelta(seconds=JOIN_SECONDS)
         store = TCPStore(LOCALHOST, 0, size, is_master=True, wait_for_workers=False, timeout=joining)
         for each in self._monitor.ranks:
@@ -76,7 +76,7 @@ class Leader:
     def of(cls, config: EngineConfig) -> Self | None:
         """Start the ranks of a configuration; None for one rank.
 
-        In a process that torchrun has started as another rank, it runs that rank to its end and raises SystemExit.
+        In a process that torchrun has started as another rank, this runs that rank to its end and raises SystemExit.
         Raises ValueError, before a rank is started, for models that cannot be divided among the ranks, for more ranks
         than GPUs, and for options that cannot be sent to another process.
         """

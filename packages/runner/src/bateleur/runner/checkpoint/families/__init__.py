@@ -1,4 +1,4 @@
-"""The supported model families, by kind of their layers."""
+"""The supported model families, in one module per kind of layer."""
 
 from bateleur.runner.checkpoint.families import delta, llama, mamba
 from bateleur.runner.checkpoint.families.base import Family

@@ -10,10 +10,13 @@ from bateleur.runner.models.spec import Layer, ModelSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MtpNames:
-    """Layers of an MTP head (tensors named as the target's), and names of its other tensors, without `mtp.`."""
+    """How a family's MTP head is read: its layers, named as the target's, and names of its other tensors after `mtp.`.
+
+    layers: returns the branches (attention, MLP) of all layers, and the number of branches per layer.
+    """
 
     layers: Callable[[ConfigFields, ModelSpec], tuple[tuple[Layer, ...], int]]
-    """Returns the branches of a target's head, and their number per layer. Raises ValueError without supported head."""
+    """Raises ValueError without a supported head."""
     token_norm: str
     hidden_norm: str
     fc: str
@@ -24,7 +27,12 @@ class MtpNames:
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """A Hugging Face model type: how its configuration and weight names are read."""
+    """A Hugging Face model type: how its configuration and weight names are read.
+
+    other_prefixes: (prefix in some files, ours). fold: folds multipliers into weights. inside: field with the
+    configuration of the text model. kinds: supported `layer_types`. plain: fields that transformers would not change.
+    needs: fields of which one is required.
+    """
 
     model_type: str
     architecture: str
@@ -54,7 +62,7 @@ class Family:
 
     @property
     def architectures(self) -> frozenset[str]:
-        """Supported `architectures` of config.json: of the causal language model, without a head, and multimodal."""
+        """Accepted classes in `architectures` of config.json: causal language model, without a head, and multimodal."""
         stem, ending, _ = self.architecture.partition("For")
         endings = ("ForCausalLM", "ForConditionalGeneration", "Model", "TextModel") if ending else ("",)
         return frozenset(stem + each for each in endings)

@@ -56,7 +56,8 @@ def _delta_names(
 ) -> Names:
     """Return the weight names of a delta layer.
 
-    sources: parts of the projection in each matrix: q, k, v, z (gate), b (beta), a (decay). packed: by key head.
+    sources: for each matrix in the file, its parts of the input projection: q, k, v, z (gate), b (beta), a (decay).
+    norm, out: names of the output norm and the output projection. packed: whether rows are stored by key head.
     """
     (key_heads, value_heads), channels, rank = layer.state.heads, _channels(layer), layer.rank
     sizes = dict(zip("qkvzba", (*channels, rank or channels[2], value_heads, rank or value_heads), strict=True))
@@ -74,14 +75,14 @@ def _delta_names(
 
 
 def _separate_convolutions(layer: DeltaLayer) -> Names:
-    """Weight names of separate convolutions for queries, keys and values, or of one joined convolution."""
+    """Return the name of a joined convolution weight; `WeightPart.instead` has those of separate q, k and v weights."""
     rows = dict(zip(("q_conv1d", "k_conv1d", "v_conv1d"), _channels(layer), strict=True))
     apart = {name: replace(part, form=StorageForm.CONV) for name, part in stacked("conv", rows).items()}
     return {"conv1d.weight": WeightPart("conv", form=StorageForm.CONV, instead=apart)}
 
 
 def _channels(layer: DeltaLayer) -> tuple[int, int, int]:
-    """Return the numbers of rows for queries, keys and values in the projection."""
+    """Return the numbers of rows for queries, keys and values in the input projection."""
     (key_heads, value_heads), (key_dim, value_dim) = layer.state.heads, layer.state.head_dims
     return key_heads * key_dim, key_heads * key_dim, value_heads * value_dim
 
@@ -126,7 +127,7 @@ def _qwen_names(spec: ModelSpec, sources: Mapping[str, str], *, packed: bool = F
 
 
 def _mtp_layers(fields: ConfigFields, spec: ModelSpec) -> tuple[tuple[Layer, ...], int]:
-    """Return the branches of the head's one layer, like the target's last attention layer, and their number."""
+    """Return the branches of the MTP head's one layer, those of the target's last attention layer, and their number."""
     count, dedicated = fields.raw("mtp_num_hidden_layers"), fields.raw("mtp_use_dedicated_embeddings")
     if count not in (None, 1):
         refuse("mtp_num_hidden_layers", count, "1: a head of one layer, which is fed its own output")
@@ -168,7 +169,7 @@ def _olmo_delta_names(layer: DeltaLayer) -> Names:
 
 
 def _olmo_hybrid_names(spec: ModelSpec) -> Names:
-    """Return all weight names, with OLMo's names of norms; the names that transformers saves are in `instead`."""
+    """Return all weight names, with OLMo's names of norms; transformers' are in `WeightPart.instead`."""
     named: Names = {}
     before = {
         "input_layernorm": ("attention_layer_norm", "input_layernorm"),

@@ -68,7 +68,10 @@ def _smollm3(fields: ConfigFields) -> ModelSpec:
 
 
 def _alternating(fields: ConfigFields, **attention: Any) -> tuple[AttentionLayer, ...]:
-    """Return attention with norms of queries and keys, and rotary parameters of their own in sliding-window layers."""
+    """Return attention layers with norms of queries and keys, and separate rotary embeddings of full and windowed ones.
+
+    attention: arguments of `ConfigFields.attention`.
+    """
     rope, windowed = (fields.rope(layer_type=kind) for kind in WINDOW_KINDS)
     full = fields.attention(rope=rope, qk_norm_eps=fields["rms_norm_eps"], **attention)
     return fields.windows(full, rope=windowed)

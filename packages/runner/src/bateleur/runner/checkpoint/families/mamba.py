@@ -53,7 +53,7 @@ _feed_forward_names = partial(
 
 
 def _falcon_h1(fields: ConfigFields) -> ModelSpec:
-    """Falcon-H1. Its multipliers cost no time, because they are folded into weights and `scale`."""
+    """Read Falcon-H1. Its multipliers cost no time: they are in weights (`_fold`), `scale`, or fused additions."""
     if fields["projectors_bias"] != fields["mamba_proj_bias"]:
         raise ValueError(
             f"projectors_bias is {fields['projectors_bias']}; it must equal mamba_proj_bias = "
@@ -74,7 +74,7 @@ def _falcon_h1(fields: ConfigFields) -> ModelSpec:
 
 
 def _fold(fields: ConfigFields, names: Names) -> Names:
-    """Fold multipliers before nonlinear functions into weights: the gate of the MLP, and the inputs of Mamba."""
+    """Fold multipliers before nonlinear functions into weights of `names`: the MLP's gate, and Mamba's inputs."""
     groups, heads = fields["mamba_n_groups"] * fields["mamba_d_state"], fields["mamba_n_heads"]
     inner, inward = heads * fields["mamba_d_head"], fields["ssm_in_multiplier"]
     rows = (inner, inner, groups, groups, heads)
@@ -264,7 +264,10 @@ def _lfm2_blocks(fields: ConfigFields) -> tuple[Layer, ...]:
 
 
 def _lfm2_mlp_size(fields: ConfigFields) -> int:
-    """Return two thirds of `intermediate_size`, scaled and rounded up; all of it without `block_auto_adjust_ff_dim`."""
+    """Return `intermediate_size`; with `block_auto_adjust_ff_dim` two thirds of it, scaled and rounded up.
+
+    The factor is `block_ffn_dim_multiplier`; the size is a multiple of `block_multiple_of`.
+    """
     size = int(fields["intermediate_size"])
     if not fields["block_auto_adjust_ff_dim"]:
         return size
