@@ -45,7 +45,7 @@ class _Phase:
 
 @dataclass(slots=True)
 class _Choice:
-    """The choice for one batch size (drafts or no drafts), and the trial of the other choice while it runs."""
+    """The choice for one batch size (drafts or not), and the trial of the other choice. wait: steps before a trial."""
 
     drafts: bool = True
     wait: int = FIRST_WAIT

@@ -17,7 +17,7 @@ NO_TOKEN = -1
 
 
 class DraftBuffers:
-    """Inputs of draft passes. Padding is 0, slots are -1, `query_start_loc` repeats its last entry.
+    """Inputs of draft passes. Padding entries are 0, their slots -1, and `query_start_loc` repeats its last entry.
 
     `bateleur.eagle.geometry` writes:
 
@@ -127,7 +127,7 @@ class DraftBuffers:
 
 
 class DraftLogits:
-    """Logits of every draft that is not verified yet, for the rules RATIO and BLOCK.
+    """Logits of every draft that is not verified yet, for the acceptance rules RATIO and BLOCK.
 
     Drafts are made in one step and tested in a later one. Until then their request may pause or move in the batch.
     So logits are stored by row of the engine's request table.

@@ -62,6 +62,7 @@ class ChainSteps:
     ) -> DraftState:
         """Build metadata of the draft pass that is staged in the buffers, after a step of the target.
 
+        step: batch of the target's step. padded_rows: number of requests of the pass, padding included.
         last: number of the last pass that uses the metadata, counted from 0 for the first pass.
         greedy: whether no request needs noise, see `DraftState`.
         """
@@ -177,7 +178,7 @@ class ChainSteps:
 
 
 def _leading(x: DraftBuffers, is_prefilling: Tensor, rows: int) -> dict[str, Any]:
-    """Return views of the first `rows` rows of every buffer, by field of `CommonAttentionMetadata`."""
+    """Return views of the first `rows` rows of buffers and `is_prefilling`, by field of `CommonAttentionMetadata`."""
     return {
         "input_ids": x.input_ids[:rows],
         "positions": x.positions[:rows],

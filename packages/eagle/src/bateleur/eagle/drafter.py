@@ -37,37 +37,38 @@ class TargetNeeds:
 
 @dataclass(frozen=True, slots=True)
 class DraftContext:
-    """Input of a drafter: a step of the target whose tokens were just verified. Tensors are on the device."""
+    """Input of a drafter: a step of the target whose tokens were just verified. Tensors are on the device.
+
+    batch: the step as it was staged, rejected tokens and padding included.
+    attention: attention metadata of the target; None for a target without attention.
+    features: one (Tp, width) tensor per need: taps in their order, then the final hidden state.
+    next_token: (R,) int64 token after the last valid one: the last emitted token, or the next one of the prompt.
+    num_valid: (R,) int64 tokens of the row that are kept, accepted drafts included: at least 1, or 0 after an error.
+    emitted: (R, 1 + K) int64 tokens emitted in this step, -1 after the last; all -1 in the middle of a prompt.
+    rows: (R,) int64 rows of the engine's request table.
+    seeds: (R,) int64 seeds of the requests.
+    temperature: (R,) float32; 0 is greedy.
+    num_drafts: drafts wanted for each row, at most K; with 0 the drafter only updates its caches.
+    key: the graph that the target's step ran on; None if it ran eagerly.
+    greedy: every row's temperature is 0, so that eager passes need no noise. False is always correct.
+    start_positions: (R,) int64, first position of each row that the drafter has seen; it attends to no earlier one. At
+        most the first position of this step. None means 0; drafters that cannot start late get None, see
+        `EagleSpeculator.can_start_late`.
+    """
 
     batch: CommonAttentionMetadata
-    """The step as it was staged, rejected tokens and padding included."""
     attention: PagedAttentionMetadata | None
-    """Attention metadata of the target; None for a target without attention."""
     features: tuple[Tensor, ...]
-    """One (Tp, width) tensor per need: taps in their order, then the final hidden state."""
     next_token: Tensor
-    """(R,) int64 token after the last valid one: the last emitted token, or the next one of the prompt."""
     num_valid: Tensor
-    """(R,) int64 tokens of the row that are kept, accepted drafts included: at least 1, or 0 after an error."""
     emitted: Tensor
-    """(R, 1 + K) int64 tokens emitted in this step, -1 after the last; all -1 in the middle of a prompt."""
     rows: Tensor
-    """(R,) int64 rows of the engine's request table."""
     seeds: Tensor
-    """(R,) int64 seeds of the requests."""
     temperature: Tensor
-    """(R,) float32; 0 is greedy."""
     num_drafts: int
-    """Drafts wanted for each row, at most K; with 0 the drafter only updates its caches."""
     key: BatchExecutionDescriptor | None
-    """The graph that the target's step ran on; None if it ran eagerly."""
     greedy: bool = False
-    """Every row's temperature is 0, so that eager passes need no noise. False is always correct."""
     start_positions: Tensor | None = None
-    """(R,) int64, first position of each row that the drafter has seen; it attends to no earlier one. At most the
-    first position of this step. None means 0 and is what drafters get that cannot start late, see
-    `EagleSpeculator.can_start_late`.
-    """
 
     def require(self, needs: TargetNeeds, num_speculative_tokens: int) -> None:
         """Raise `ValueError` if the context does not fit a drafter with these needs."""
@@ -126,7 +127,7 @@ class SamplingDrafter(Drafter, Protocol):
 
 
 def distribution_of(drafter: Drafter | None, rule: Rule) -> Callable[[Tensor], DraftDistribution]:
-    """Return a function from rows of the request table to the distribution of their drafts, to verify under `rule`.
+    """Return a function from request table rows to the distribution of their drafts, for the acceptance rule `rule`.
 
     Under RATIO and BLOCK the drafts of a drafter without a declared distribution count as one-hot. They must then be a
     function of the tokens, so the engine sets `DraftContext.temperature` to 0. Raises `ValueError` for a drafter that

@@ -30,6 +30,8 @@ Stop: TypeAlias = Collection[int] | Callable[[list[int]], bool]
 class Request:
     """A sequence to decode: up to `num_tokens` tokens after a prompt. Temperature 0 is greedy.
 
+    stop: tokens that end the output, or a function of the output so far that returns whether it ends.
+
     Raises `ValueError` for an empty prompt or a negative number.
     """
 
@@ -86,10 +88,10 @@ def speculate(
     *,
     rule: Rule = Rule.COUPLED,
 ) -> Iterator[Step]:
-    """Decode with up to `num_drafts` drafts in each step; yields every step.
+    """Decode with up to `num_drafts` drafts of a head or a guessing function in each step; yields every step.
 
-    Under COUPLED, and at temperature 0 under every rule, the tokens are those of `sample` with any drafter. The cache
-    of a target must be empty.
+    Under the acceptance rule COUPLED, and at temperature 0 under every rule, the tokens are those of
+    `sample` with any drafter. The cache of a target must be empty.
 
     Raises `ValueError` for a negative number, or logits with a NaN or none above -inf.
     """
@@ -145,7 +147,7 @@ class _Proposer:
         return self.drafts(list(self._drafter(list(tokens)))[: self._num_drafts], [])
 
     def drafts(self, ids: Sequence[int], logits: Sequence[Tensor], target_ids: Tensor | None = None) -> Drafts:
-        """Return the drafts `ids` and their distribution. logits: logits (1, Vd) of each; () if not sampled."""
+        """Return `ids` with their distribution. logits: (1, Vd) of each, () if not sampled. target_ids: see `Head`."""
         tokens = torch.tensor([ids], dtype=torch.int64, device=self._seeds.device).view(1, -1)
         if self._rule is Rule.COUPLED:
             return Drafts(tokens, Coupled())

@@ -34,13 +34,13 @@ from bateleur.metadata import GraphSupport
 
 @dataclass(frozen=True, slots=True)
 class DraftGraphs:
-    """Which draft passes are captured as CUDA graphs.
+    """Configuration of the CUDA graphs of draft passes.
 
     backend: a graph backend of the drafter; not the object that the target captures with.
     sizes: numbers of requests of the graphs of passes after the first (the chain).
     fuse: whether one graph holds a whole chain, if its metadata can be refreshed in the graph; else one graph per pass.
     checks: level of the checks before a replay.
-    coordinator: makes the coordinator of all ranks for a dispatcher. It chooses the graph of the chain.
+    coordinator: creates the coordinator by which all ranks agree on the graph of the chain, from a rank's dispatcher.
     """
 
     backend: GraphBackend
@@ -114,7 +114,7 @@ class DraftStateProducer:
 
 
 class DecodeEagleCudaGraphManager(CudaGraphManager[DraftState, Tensor]):
-    """Graphs of the draft passes after the first one: one token per request, with states of their own.
+    """Graphs of the draft passes after the first one: one token per request, not over the target's metadata.
 
     A key with variant `(k,)` holds a whole chain of k drafts, one without a variant a single pass.
     """

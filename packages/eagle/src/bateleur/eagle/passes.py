@@ -38,18 +38,20 @@ _Attention: TypeAlias = Callable[["DraftState", Tensor, Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class DraftState:
-    """Batch and attention metadata of a draft pass."""
+    """Batch and attention metadata of a draft pass.
+
+    batch: only its sizes are read. The first pass has the target's batch, the others one token per row.
+    metadata: attention metadata of the head's layers.
+    sign: returns the host scalars of the metadata, which a FULL graph captures.
+    greedy: no row needs noise. Only eager passes read it, because a graph serves any rows.
+    work: work list of the pass that runs, see `AttentionBackend.build_work_list`; None between passes.
+    """
 
     batch: CommonAttentionMetadata
-    """Only sizes are read. The first pass has the target's batch, the others one token per row."""
     metadata: PagedAttentionMetadata
-    """Attention metadata of the head's layers."""
     sign: Callable[[PagedAttentionMetadata], Signature]
-    """Returns the host scalars of the metadata, which a FULL graph captures."""
     greedy: bool = False
-    """No row needs noise. Only eager passes read it, because a graph serves any rows."""
     work: Tensor | None = None
-    """Work list of the pass that runs, see `AttentionBackend.build_work_list`; None between passes."""
 
     def staged(self, key: BatchExecutionDescriptor) -> StagedBatch[DraftState]:
         """Return the state staged for graph `key`, with the host scalars of the metadata if the graph is FULL."""
@@ -121,7 +123,7 @@ class DraftPasses:
         return token_n
 
     def _pass(self, execution: Execution[DraftState], rows: Tensor | None = None) -> Tensor:
-        """rows: in the first pass, indices of the tokens from whose output drafts are sampled."""
+        """Run the head and sample drafts. rows: in the first pass, indices of the tokens whose output is sampled."""
         x = self._inputs
         h_nH, recycled_nH = self._forward(execution, rows, self._layers)
         token_n = self._draw(execution, h_nH)
@@ -159,8 +161,8 @@ class DraftPasses:
     def _draw(self, execution: Execution[DraftState], h_nH: Tensor) -> Tensor:
         """Sample drafts with the noise of the acceptance rule, and keep the logits if the rule needs them.
 
-        Returns (n,) int64 target ids, -1 for none. Under COUPLED, the target samples with the same noise at the
-        same request and position.
+        Returns (n,) int64 target ids, -1 for none. Under the rule COUPLED, the target samples with the same noise at
+        the same request and position.
         """
         logits_nV = self._head.logits(h_nH)
         if execution.key is None and execution.state.greedy:

@@ -88,12 +88,12 @@ class StepTime:
 
 @runtime_checkable
 class ObservingPolicy(DraftPolicy, Protocol):
-    """A policy that gets the time of every step. The times change no token under COUPLED, and no distribution under
-    RATIO and BLOCK.
+    """A policy that gets the time of every step. Lengths may depend on it, because verification is lossless for any
+    length: same tokens under the acceptance rule COUPLED, same distribution under RATIO and BLOCK.
     """
 
     def observe(self, step: StepTime) -> None:
-        """Record a step that has ended. May be called one step late: before `lengths` of the step after the next."""
+        """Record a step that has ended. With async scheduling the call comes after `lengths` of the next step."""
 
 
 @final

@@ -1,7 +1,7 @@
 """Lossless verification of drafts: how many are accepted, and which token follows them.
 
-COUPLED compares drafts with samples. RATIO and BLOCK test them against their own distribution, and sample from the
-residual; no tensor has more entries than the given logits.
+The acceptance rule COUPLED compares drafts with samples of the target. RATIO and BLOCK test them against their own
+distribution, and sample from the residual; no tensor has more entries than the given logits.
 
 Legend for shapes: R requests, N logit rows, K draft tokens at most, C = K + 1, V and Vd vocabulary of target and draft.
 Logit row k of a request verifies its draft k.
@@ -54,7 +54,7 @@ def verify(
     vocab: the V hashed token ids; by default the ids 0 .. V-1. With the vocab of a vocabulary shard, logits are those
         of the shard, and all ranks emit the same tokens.
     metadata: sampling parameters of each logit row. If given, `logits` are float32, not truncated and not divided by
-        the temperature, and COUPLED never materialises the processed logits.
+        the temperature, and the rule COUPLED never materialises the processed logits.
     greedy: all temperatures are 0, so that no noise is computed. False is always correct.
 
     Under COUPLED the tokens are those of `draw` row by row, bit for bit. Under every rule a request without drafts
@@ -113,7 +113,7 @@ def _coupled(
     greedy: bool = False,
     metadata: SamplingMetadata | None = None,
 ) -> RejectionOutput:
-    """Verify by the rule COUPLED: sample every logit row, and accept the drafts that equal the samples."""
+    """Verify by the acceptance rule COUPLED: sample every logit row, and accept the drafts that equal the samples."""
     logit_rows = LogitRows.of(logits.shape[0], drafts, rows)
     if greedy and (metadata is None or metadata.penalties is None):
         drawn = argmax(logits, None if vocab is None else vocab.shard)
@@ -155,18 +155,18 @@ class _Case(NamedTuple):
 
 
 def _ratio(logits: Tensor, drafts: Drafts, rows: Rows, vocab: HashedVocab | None) -> RejectionOutput:
-    """Verify by the rule RATIO: accept draft x while u q(x) < p(x), with uniform u; see `bateleur.eagle.verify`."""
+    """Verify by the acceptance rule RATIO: accept draft x while u q(x) < p(x), u uniform, p the target, q the draft."""
     case = _case(logits, drafts, rows, Rule.RATIO, vocab)
     accepted_R = case.logit_rows.run(_matches(case).where(case.greedy.unsqueeze(1), case.u * case.q < case.p))
     return _emit(case, accepted_R, case.u.new_ones(1), vocab)
 
 
 def _block(logits: Tensor, drafts: Drafts, rows: Rows, vocab: HashedVocab | None) -> RejectionOutput:
-    """Verify by the rule BLOCK: accept up to the last draft whose test holds (Sun et al. 2024, algorithm 2).
+    """Verify by the acceptance rule BLOCK: accept up to the last draft whose test holds (Sun et al. 2024, algorithm 2).
 
-    weight_k = min(1, weight_{k-1} p/q) is the probability that at least k drafts are accepted. The last draft passes
-    its test with probability weight_k, an earlier one with e / (e + 1 - weight_k). e is the sum of (weight_k p - q)+
-    over the vocabulary at the next position.
+    weight_k = min(1, weight_{k-1} p/q) is the probability that at least k drafts are accepted, with target and draft
+    probability p and q of draft k. The last draft passes its test with probability weight_k, an earlier one with
+    e / (e + 1 - weight_k). e is the sum of (weight_k p - q)+ over the vocabulary at the next position.
     """
     case = _case(logits, drafts, rows, Rule.BLOCK, vocab)
     logit_rows, num_drafts = case.logit_rows, case.p.shape[1]
@@ -267,7 +267,7 @@ def _excess(case: _Case, row_R: Tensor, draft_R: Tensor, weight_R: Tensor) -> Te
 
 
 def _emit(case: _Case, accepted_R: Tensor, weight_R: Tensor, vocab: HashedVocab | None) -> RejectionOutput:
-    """Emit the accepted drafts, and a sample of the residual if a draft was rejected, else of the target."""
+    """Emit `accepted_R` drafts, then a sample of the residual `_excess` if one was rejected, else of the target."""
     logit_rows, rows, end_R1 = case.logit_rows, case.logit_rows.rows, accepted_R.unsqueeze(1)
     drafts_RC = pad(logit_rows.tokens, (0, 1), value=-1)
     rejected_R1 = pad(logit_rows.drafted, (0, 1), value=False).gather(1, end_R1) & ~case.greedy.unsqueeze(1)

@@ -18,7 +18,7 @@ from bateleur.eagle.vocab_shard import VocabShard
 
 @dataclass(frozen=True, slots=True)
 class Coupled:
-    """Drafts of any kind, such as samples with the noise of the target, for the rule COUPLED."""
+    """Drafts of any kind, such as samples with the noise of the target, for the acceptance rule COUPLED."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +84,8 @@ class Rule(Enum):
     def keys(self, seeds: Tensor, positions: Tensor, draft_index: int | Tensor = 0) -> Keys:
         """Return the noise keys of drafts and of acceptance tests; `draft_index` is the index of the draft in its step.
 
-        Only keys of BLOCK contain the index: BLOCK reads noise for positions after the one where it stops, and the next
-        step must read other numbers there. The other rules read no noise after the tokens that they emit.
+        Only keys of the rule BLOCK contain the index: BLOCK reads noise for positions after the one where it stops, and
+        the next step must read other numbers there. The other rules read no noise after the tokens that they emit.
         """
         return Keys(seeds, positions, draft_index if self is Rule.BLOCK else 0)
 
@@ -107,7 +107,8 @@ class Drafts:
 
     tokens: (R, K) int64 target ids. At a negative id verification stops and emits the target's own sample. Columns
         after the logit rows of a request are ignored.
-    distribution: what the drafts were sampled from. RATIO and BLOCK are wrong if it is, and nothing detects that.
+    distribution: distribution that the drafts were sampled from. A wrong one makes the output of the rules RATIO and
+        BLOCK wrong, and nothing detects that.
     """
 
     tokens: Tensor
@@ -156,9 +157,9 @@ class Rows:
 class LogitRows:
     """Maps drafts to the logit rows that verify them.
 
-    row_numbers: (C,) int64, the numbers 0 .. C-1. index: (R, C) int64, index among the N logit rows of the i-th logit
-        row of each request, clamped to N - 1. drafted: (R, K) bool, whether there is a draft. occupied: (R,) bool,
-        whether the request has logit rows.
+    tokens: `Drafts.tokens`. row_numbers: (C,) int64, the numbers 0 .. C-1. index: (R, C) int64, index among the N logit
+        rows of the i-th logit row of each request, clamped to N - 1. drafted: (R, K) bool, whether there is a draft.
+        occupied: (R,) bool, whether the request has logit rows.
     """
 
     rows: Rows
@@ -179,7 +180,7 @@ class LogitRows:
         return cls(rows, tokens_RK, row_C, index_RC, drafted_RK, num_R > 0)
 
     def owners(self, num_logits: int) -> tuple[Tensor, Keys]:
-        """Return the request of every logit row, (N,) int64, and the key of its sample. Padding is the last one's."""
+        """Return the request of every logit row, (N,) int64, and the key of its sample; in padding the last request."""
         starts, row_N = self.rows.query_start_loc, torch.arange(num_logits, device=self.index.device)
         owner_N = torch.searchsorted(starts[1:].contiguous(), row_N.int(), right=True).clamp_(max=len(self.rows) - 1)
         position_N = self.rows.first_position[owner_N] + (row_N - starts[owner_N])

@@ -182,7 +182,7 @@ def thresholds_by_sort(logits: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
     """Return the truncation threshold of every row: the smallest kept logit (after the temperature), (N,) float32,
     and the last kept token id equal to it, (N,) int32.
 
-    Both are -inf and V in a greedy row, and in a row without a finite maximum.
+    They are -inf and V in a greedy row, and in a row without a finite maximum.
 
     logits: (N, V) float32. values: (N, 4) float32, see `SamplingMetadata`.
     """

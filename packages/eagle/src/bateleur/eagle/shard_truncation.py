@@ -74,7 +74,7 @@ def _top(scaled_NL: Tensor, floor_N: Tensor, top_k_N: Tensor, shard: VocabShard)
 
 
 def _nucleus(scaled_NL: Tensor, best_N: Tensor, edge: _Edge, top_p_N: Tensor, shard: VocabShard) -> _Edge:
-    """Find the threshold of each row that top_p sets among the tokens that the threshold `edge` keeps."""
+    """Find the top_p threshold of each row among the tokens that `edge` keeps. best_N: largest logit of each row."""
 
     def mass_of(x: Tensor, best: Tensor) -> Tensor:
         return (x - best).exp_().double().mul_(2.0**40).long()
@@ -126,7 +126,7 @@ def _histogram(scaled: Tensor, mass: Tensor | None, start: Tensor, shift: int) -
     """Return a histogram (N, D) int64 of each row.
 
     Entry d is the weight of the values whose ordered integer (`order_of`) is in [start + (d << shift), start + ((d + 1)
-    << shift)). Weight is the number of tokens, or their mass if `mass` (N, L) float32 is given, 1 for the largest.
+    << shift)). Weight is the number of tokens, or their mass if `mass` (N, L) float32 is given (1 for the largest).
     scaled: (N, L) float32. start: (N,) int64.
     """
     digit_NL = (order_of(scaled) - start.unsqueeze(1)) >> shift

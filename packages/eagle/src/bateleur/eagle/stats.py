@@ -44,7 +44,7 @@ class AcceptStats:
 
     @property
     def mean_acceptance_length(self) -> float:
-        """Mean tokens that a request with drafts emits in a step: the accepted drafts and one more. NaN without any."""
+        """Mean tokens that a request with drafts emits in a step: accepted drafts and one more. NaN without drafts."""
         return 1 + self.num_accepted / self.num_steps if self.num_steps else float("nan")
 
     @property

@@ -25,7 +25,7 @@ _CHUNK = 3
 
 @dataclass(frozen=True, slots=True)
 class DrafterReport:
-    """Result of a check. num_steps: verifications of a request with drafts. num_accepted: accepted drafts."""
+    """Result of a check, counted per request: proposals, verifications of drafts (`num_steps`), and accepted drafts."""
 
     drafter: str
     num_proposals: int
@@ -34,7 +34,7 @@ class DrafterReport:
 
     @property
     def mean_acceptance_length(self) -> float:
-        """Mean tokens that a request with drafts emits in a step: the accepted drafts and one more. NaN without any."""
+        """Mean tokens that a request with drafts emits in a step: accepted drafts and one more. NaN without drafts."""
         return 1 + self.num_accepted / self.num_steps if self.num_steps else float("nan")
 
 
@@ -75,7 +75,7 @@ def check_drafter(
 
 
 class _Job(NamedTuple):
-    """A request of the check: its row in the request table, and the step at which it arrives."""
+    """A request of the check: its row in the request table, and the step at which it arrives (`start`)."""
 
     name: str
     row: int
@@ -94,7 +94,7 @@ _JOBS = (
 
 
 class _Seen(NamedTuple):
-    """Results of a run. drafts: by name of a request and number of its tokens so far. texts: all tokens, by name."""
+    """Results of a run. drafts: by (name of request, number of its tokens so far). texts: all its tokens, by name."""
 
     drafts: dict[tuple[str, int], list[int]]
     texts: dict[str, list[int]]
@@ -113,11 +113,11 @@ class _Check:
     violations: dict[tuple[str, str], Violation] = field(default_factory=dict)
 
     def note(self, letter: str, text: str) -> None:
-        """Record a violation, the first of each kind."""
+        """Record a violation, the first of each kind. letter: its class, see `check_drafter`."""
         self.violations.setdefault((letter, text.split(":")[0]), Violation(letter, text))
 
     def watched(self, drafter: Drafter, vocab_size: int, *, reads: bool) -> Any:
-        """Return a drafter whose proposals are checked and cleaned. reads: whether it may wait for the device."""
+        """Return a drafter whose proposals go through `sound`. reads: whether it may wait for the device."""
 
         def propose(context: DraftContext) -> Tensor:
             shown = dict(_tensors(context))
@@ -151,7 +151,10 @@ class _Check:
         return sound
 
     def compare(self, base: _Seen, other: _Seen, letter: str, when: str) -> None:
-        """Check that two runs have equal tokens, and equal drafts after equal tokens wherever both requested drafts."""
+        """Check that two runs have equal tokens, and equal drafts after equal tokens wherever both requested drafts.
+
+        letter: class of a difference of drafts, see `check_drafter`. when: how the runs differ, for the message.
+        """
         for name, length in sorted(base.drafts.keys() & other.drafts.keys()):
             first, second = base.drafts[name, length], other.drafts[name, length]
             if any(one != two for one, two in zip(first, second, strict=False)):
@@ -172,7 +175,7 @@ class _Check:
         """Run the requests `jobs` with a new drafter.
 
         plain: also decode without drafts, to compare. reverse: reverse the order of requests. padded: pad steps, with
-        NaN in the padding. asked: numbers of drafts that steps request, in turn.
+        NaN in the padding. asked: numbers of drafts that steps request, in turn; None is K.
         """
         backend = get_backend("torch", device="cpu", dtype=DTYPE, head_dim=HEAD_DIM)
         engine = self.engine(self.target(), backend, _LIMITS, _MOST_DRAFTS)

@@ -44,7 +44,7 @@ class ToyLayer:
         self.mlp = make(width, width)
 
     def __call__(self, index: int, x: Tensor, residual: Tensor, attend: Attend) -> Tensor:
-        """Return the layer's output (T, width) for input x (T, width_in), added to `residual`."""
+        """Return the layer's output (T, width) for input x (T, width_in), added to `residual`. index: layer index."""
         q = (x @ self.q).view(len(x), NUM_HEADS, HEAD_DIM)
         k, v = (x @ self.kv).view(len(x), 2, NUM_KV_HEADS, HEAD_DIM).unbind(1)
         h = residual + attend(index, q, k, v).flatten(1) @ self.o
@@ -110,7 +110,7 @@ def paged_caches(
 
 @dataclass
 class ToyRequest:
-    """One request. row: in the request table. computed: tokens in the target's cache. drafts: of its next step."""
+    """One request. row: row of the request table. computed: tokens in the KV cache. drafts: drafts of its next step."""
 
     row: int
     tokens: list[int]
@@ -173,10 +173,10 @@ class ToyEngine:
         return self.requests[row]
 
     def step(self, work: Mapping[int, int], num_drafts: int | None = None) -> Tensor:
-        """Compute `work[row]` tokens of each request, decodes first: prompt tokens, or the last token and drafts.
+        """Run a step of `work[row]` tokens of each request: prompt tokens, or the last token and drafts.
 
-        Missing drafts are filled with token 0. num_drafts: number of drafts that the drafter is asked for. Returns its
-        proposal, (R, K); the requests keep it as well.
+        Decoding requests come first in the batch. Missing drafts are filled with token 0. num_drafts: number of drafts
+        that the drafter is asked for. Returns its proposal, (R, K); the requests keep it as well.
         """
         assert self.drafter is not None
         asked = self.drafter.num_speculative_tokens if num_drafts is None else num_drafts

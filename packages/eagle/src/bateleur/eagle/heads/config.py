@@ -32,7 +32,7 @@ _LLAMA_DEFAULTS = {
 
 
 class ParsedHeadConfig(NamedTuple):
-    """A parsed `config.json` of a head."""
+    """A parsed `config.json` of a head. notes: remarks for `LoadReport`, such as boundaries chosen by default."""
 
     layout: Layout
     spec: HeadSpec
@@ -51,7 +51,7 @@ class _Source(NamedTuple):
 def describe(
     config: dict[str, Any], names: Collection[str], target: TargetInfo, layer_ids: LayerIds
 ) -> ParsedHeadConfig:
-    """Read the configuration of a head in any layout; `names` are the checkpoint's tensors, prefixes removed.
+    """Read the configuration of a head in any layout. names: tensor names without prefixes. layer_ids: see `load_head`.
 
     Raises:
         ValueError: the configuration is of no known layout, or a field is impossible or does not fit the target.
@@ -105,7 +105,7 @@ def _require_equal(fields: Fields, name: str, expected: int) -> None:
 
 
 def _window(layer: Fields) -> int | None:
-    """Return the sliding window of the first layer; None without one, such as if `layer_types` names no sliding layer.
+    """Return the sliding window of the first layer; None without one, also if `layer_types` names no sliding layer.
 
     Without `layer_types`, a Mistral layer has the window `sliding_window`, by default transformers' default. Another
     layer has it only if `use_sliding_window` is true.

@@ -74,7 +74,7 @@ class Fields:
         return Fields(value)
 
     def boundaries(self, name: str, num_layers: int, *, shift: int = 0) -> tuple[int, ...] | None:
-        """Return distinct layer boundaries, 0 .. num_layers after adding `shift`; None if missing or empty."""
+        """Return distinct layer boundaries of a list, 0 .. num_layers after adding `shift`; None if missing or empty."""
         value = self._values.get(name)
         if value is None or value == []:
             return None
@@ -124,7 +124,7 @@ class Fields:
 
 
 def _llama3(turn: float, fields: Fields) -> float:
-    """Return a rotary frequency scaled as in Llama 3.1: kept if high, divided by `factor` if low, else between."""
+    """Scale the rotary frequency `turn` as in Llama 3.1: kept if high, divided by `factor` if low, else between."""
     factor, low = fields.number("factor", 8.0), fields.number("low_freq_factor", 1.0)
     high, context = fields.number("high_freq_factor", 4.0), fields.size("original_max_position_embeddings")
     if high <= low:
@@ -135,8 +135,10 @@ def _llama3(turn: float, fields: Fields) -> float:
 
 
 def _yarn(turns: list[float], theta: float, fields: Fields) -> tuple[list[float], float]:
-    """Return YaRN's frequencies, and its factor on cosine and sine. A frequency that makes many rotations within the
-    original length is kept, one that makes few is divided by `factor`, and others are interpolated.
+    """Return the rotary frequencies `turns`, with base `theta`, scaled by YaRN, and its factor on cosine and sine.
+
+    A frequency that makes many rotations within the original length is kept, one that makes few is divided by `factor`,
+    and others are interpolated.
     """
     for name in ("mscale", "mscale_all_dim"):
         if fields.raw(name) is not None:

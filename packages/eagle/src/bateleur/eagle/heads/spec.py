@@ -32,7 +32,7 @@ Project = Callable[[Tensor, Tensor | None], Callable[[Tensor], Tensor]]
 class CProduct:
     """The product y = x W^T + b as a C function: ``(x, tokens, stride of x, columns, W, b, y, rows, threads)``.
 
-    A function x -> y may have it as attribute `in_c`, or None there.
+    A Python function that computes the product has it as attribute `in_c`; None or no attribute: no C function.
 
     x, W, b (or NULL) and y are addresses (all but W of float32), the sizes are int64, and threads is an int. The
     function defines the layout of W. It returns 0, or another int64 if it is out of memory.
@@ -164,7 +164,7 @@ class Head(Protocol):
     target_ids: Tensor | None
 
     def fuse(self, features: Sequence[Tensor]) -> Tensor:
-        """Return the hidden input (T, H) of the first pass from the target's hidden states, in order of `needs`."""
+        """Return the hidden input (T, H) of the first pass from the target's hidden states, as ordered in `needs`."""
 
     def reserve_positions(self, num_positions: int) -> None:
         """Announce that all positions are below `num_positions`, so that a head may precompute a table."""

@@ -4,7 +4,7 @@ its tokens.
 Tokens are sampled evenly over the ids. The number or probability mass of all tokens below a sort key (see `sort_keys`)
 is estimated from the samples below it. A bracket extends 4 standard errors of that estimate to both sides, so it misses
 the threshold in 6 of 100,000 rows. It holds at most 4.5 % of the tokens, whatever their values are. With a small top_k,
-these are the tokens of about 16 samples. A bracket is only a hint: `truncation_thresholds` is exact with any bracket.
+it reaches down to about the 16th largest sample. A bracket is only a hint: `truncation_thresholds` is always exact.
 
 Parameters: floor and ceiling are the lowest and highest sort key that min_p keeps. room is the largest number of
 samples in a bracket. MASS weighs a token with its probability mass, else with 1. KIND: which penalties
@@ -34,11 +34,11 @@ _CLOSE = tl.constexpr(4)  # samples between two keys that are close enough
 def bisect(
     key_S, mass_S, tail, errors, num_above, low, high, MASS: tl.constexpr, SAMPLES: tl.constexpr
 ):  # fmt: skip
-    """Bisect between the sort keys `low` and `high`, to two close keys. Returns low, number of samples at or above it,
-    high, and the same number for high.
+    """Bisect between the sort keys `low` and `high`, until few samples are between them. Returns low, number of samples
+    at or above it, high, and the same number for high.
 
-    A key counts as low if at least `num_above` samples are at or above it, and the weight of the samples below it, plus
-    `errors` standard errors, is at most `tail`.
+    A key replaces `low` if at least `num_above` samples are at or above it, and the weight of the samples below it,
+    plus `errors` standard errors, is at most `tail`; else it replaces `high`.
     """
     num_low, num_high = tl.sum((key_S >= low).to(tl.int32), 0), tl.zeros([], tl.int32)
     while (num_low - num_high > _CLOSE) & (high - low > 1):
@@ -61,7 +61,7 @@ def bisect(
 def bracket_of(key_S, mass_S, tail, floor, ceiling, room, MASS: tl.constexpr, SAMPLES: tl.constexpr):
     """Return both ends of a bracket of the sort key below which the samples have the weight `tail`.
 
-    The high end is the ceiling if at most `room` samples are above the low end.
+    The high end is the ceiling if at most `room` samples are above the low end. Other parameters: see the module.
     """
     low, num_low, _, _ = bisect(key_S, mass_S, tail, _ERRORS, _FEW, floor, ceiling, MASS, SAMPLES)
     high = ceiling
@@ -81,8 +81,9 @@ def sample_brackets(
 ):  # fmt: skip
     """Estimate the brackets of a row's top_k and top_p thresholds; returns low_k, high_k, low_p, high_p.
 
-    best: largest logit over the temperature. total: mass of the row, in units of the mass of its best token. Without
-    top_k its bracket is empty and ends below the floor, so that all kept tokens count as above the bracket.
+    best: largest logit over the temperature. total: mass of the row, in units of the mass of its best token. In a row
+    without top_k, the bracket of top_k is empty and below the floor, so that all kept tokens count as above it.
+    floor, ceiling, room: see the module. penalties: result of `penalties_of`.
     """
     sample_S = tl.arange(0, SAMPLES)
     lane_S = sample_S * (size // SAMPLES) + sample_S * (size % SAMPLES) // SAMPLES
@@ -111,7 +112,7 @@ def bracket_kernel(
 ):  # fmt: skip
     """Estimate each row's brackets and find its largest logit over the temperature; NaN for a row with a NaN.
 
-    Grid (rows). Occupancy on sm_90: at least 1 block per SM. Sets the row's sums and its number of candidates to 0.
+    Grid (rows). Occupancy on sm_90: at least 1 block per SM. Sets to 0 what `collect_kernel` adds up.
     """
     row = tl.program_id(0).to(tl.int64)
     temperature, log_min_p, top_k, top_p, truncates = metadata_of(sampling_ptr, row, size)

@@ -22,7 +22,7 @@ def first_kernel(
     num_rows, num_given, limit, max_rows, max_tokens,
     DRAFTS: tl.constexpr, SEARCH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Stage the first draft pass from the target's step: ids shifted by one, positions, lengths and slots.
+    """Stage the first draft pass as `geometry.stage_first`: ids shifted by one, positions, lengths and slots.
 
     Grid (tiles of the entries of `query_start_loc` or of the tokens of the buffers, whichever are more).
     Occupancy on sm_90: at least 16 blocks per SM.
@@ -84,7 +84,7 @@ def chain_kernel(
     num_given, table_row, block_size, limit, max_rows, max_tokens,
     FIRST: tl.constexpr, DRAFTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Record the drafts of a pass, and stage the next one, with one token per request.
+    """Record the drafts of a pass, and stage the next one, with one token per request, as `geometry.stage_next`.
 
     Grid (1), because there is one counter and one number of rows. FIRST: the rows come from the first pass.
     Occupancy on sm_90: at least 2 blocks per SM.
@@ -136,7 +136,7 @@ def _written(x: DraftBuffers) -> tuple[Tensor, ...]:
 def stage_first(
     buffers: DraftBuffers, batch: CommonAttentionMetadata, slots: Tensor, next_token: Tensor, num_valid: Tensor
 ) -> None:
-    """Stage the first draft pass in one launch; ``slots`` (T,) int64 is the slot mapping of the draft's KV group."""
+    """Run `bateleur.eagle.geometry.stage_first` in one launch; ``slots`` (T,) int64: slot mapping of its `group`."""
     max_rows, max_tokens = len(buffers.seq_lens), len(buffers.input_ids)
     first_kernel[(triton.cdiv(max(max_rows + 1, max_tokens), _TILE),)](
         batch.input_ids, batch.positions, batch.query_start_loc, batch.seq_lens, batch.num_computed_tokens, slots,
@@ -148,7 +148,7 @@ def stage_first(
 
 
 def stage_next(buffers: DraftBuffers, token: Tensor, block_table: Tensor, block_size: int, first: bool) -> None:
-    """Record drafts and stage the next pass in one launch."""
+    """Run `bateleur.eagle.geometry.stage_next` (same arguments) in one launch."""
     max_rows, max_tokens = len(buffers.seq_lens), len(buffers.input_ids)
     block = min(max(128, triton.next_power_of_2(max_rows)), 1024)
     chain_kernel[(1,)](

@@ -16,8 +16,8 @@ NATIVE = tl.constexpr(not triton.knobs.runtime.interpret)
 def penalties_of(
     row, size, values_ptr, owners_ptr, counts_ptr, prompts_ptr, before_ptr, num_before, KIND: tl.constexpr
 ):
-    """Load the inputs of `penalised` for a logit row. KIND: 0 without penalties, 1 with them, 2 if drafts before the
-    row count as generated, too.
+    """Load the inputs of `penalised` for a logit row from the fields of `Penalties`. KIND: 0 without penalties, 1 with
+    them, 2 if drafts before the row count as generated, too.
     """
     if KIND == 0:  # no code after a constexpr branch that returns: Triton types it, and these pointers are placeholders
         found = (1.0, 0.0, 0.0, counts_ptr, prompts_ptr, before_ptr, 0)
@@ -32,7 +32,7 @@ def penalties_of(
 
 @triton.jit
 def penalised(x_L, lane_L, stop, penalties, KIND: tl.constexpr):
-    """Return logits (L,) float32 of token ids `lane_L` after penalties, rounded as in torch. stop: end of the ids."""
+    """Return logits (L,) float32 of token ids `lane_L` after `penalties_of` a row, rounded as in torch. stop: V."""
     if KIND != 0:
         repetition, frequency, presence, counts_ptr, prompts_ptr, before_ptr, num_before = penalties
         if (repetition != 1.0) | (frequency != 0.0) | (presence != 0.0):

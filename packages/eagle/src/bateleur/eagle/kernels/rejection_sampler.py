@@ -1,5 +1,5 @@
-"""The rule COUPLED in one pass over the logits: noise, argmax and NaN flag of every logit row, then the output of every
-request.
+"""The acceptance rule COUPLED in one pass over the logits: noise, argmax and NaN flag of every logit row, then the
+output of every request.
 
 A program computes the noise of a tile only if an upper bound of its perturbed logits exceeds the best one so far. The
 bound needs no logarithm, so the two logarithms of the noise are computed for a few tiles of a row only. The result does
@@ -183,7 +183,7 @@ def tile_options(size: int, num_rows: int, kind: int = 0) -> tuple[dict[str, Any
 
 
 def block_of(size: int, most: int) -> int:
-    """Return how many tokens of a row of ``size`` tokens a program reads at a time."""
+    """Return how many tokens of a row of ``size`` tokens a program reads at a time, at most ``most``."""
     return min(most, max(16, int(triton.next_power_of_2(size))))
 
 
@@ -207,17 +207,17 @@ def coupled(
     greedy: bool = False,
     metadata: SamplingMetadata | None = None,
 ) -> RejectionOutput:
-    """Verify drafts under the rule COUPLED, as `bateleur.eagle.verify`.
+    """Verify drafts under the acceptance rule COUPLED; same arguments and result as `bateleur.eagle.verify`.
 
     Logits are contiguous in their last dimension, float32 or narrower, with at least one row. Greedy rows are detected
-    on the device. Two launches, and the four of `truncation_thresholds` before them if rows truncate.
+    on the device. Two launches, and the four of `truncation_thresholds` before them if rows may drop tokens.
     """
     starts, tokens = rows.query_start_loc.contiguous(), drafts.tokens.contiguous()
     return _launch(logits, tokens, starts, rows.seeds, rows.first_position, rows.temperature, vocab, metadata)
 
 
 def sample(logits: Tensor, metadata: SamplingMetadata, keys: Keys, role: Role, vocab: HashedVocab) -> SampledTokens:
-    """Sample one token per row, as `bateleur.eagle.sample`; computed like a verification without drafts."""
+    """Sample one token per row, as `bateleur.eagle.sample` (same arguments), by a verification without drafts."""
     return draw(logits, metadata.temperature, keys, role, vocab, metadata)
 
 
@@ -229,7 +229,7 @@ def draw(
     vocab: HashedVocab,
     metadata: SamplingMetadata | None = None,
 ) -> SampledTokens:
-    """Sample one token per row in two launches, as `bateleur.eagle.draw`; with `metadata`, as `sample`."""
+    """Sample in two launches, with the arguments and result of `bateleur.eagle.draw`; with `metadata`, of `sample`."""
     none = keys.seed.new_empty(len(logits), 0)
     output = _launch(logits, none, None, keys.seed, names(keys, role), temperature, vocab, metadata)
     return SampledTokens(output.tokens[:, 0], output.bad)
@@ -245,7 +245,9 @@ def _launch(
     vocab: HashedVocab | None,
     metadata: SamplingMetadata | None,
 ) -> RejectionOutput:
-    """starts: `Rows.query_start_loc`; None if every request has one row, and first_position is then `names`."""
+    """Verify or sample in two launches: `draw_kernel`, then `emit_kernel`. Arguments: fields of `Rows`, and starts:
+    `Rows.query_start_loc`; None if every request has one row, and first_position is then `noise.names`.
+    """
     if logits.stride(1) != 1:
         raise ValueError(f"logits: strides {logits.stride()} must be dense in the last dimension")
     (num_reqs, num_drafts), size, device = drafts.shape, logits.shape[1], logits.device
@@ -281,7 +283,9 @@ def draw_shares(
 ) -> tuple[Tensor, Tensor]:
     """Return maximum and token id of each share of each logit row, (requests, rows of a request, shares); one launch.
 
-    values: (N, 4) float32, see `SamplingMetadata`; None if logits are divided by the temperature already.
+    starts, seeds, first_position, temperature: as for `_launch`. hashes: see `HashedVocab`. values: (N, 4) float32, see
+    `SamplingMetadata`; None if logits are divided by the temperature already. thresholds: those of truncation, see
+    `SamplingMetadata.thresholds`. rows_per_request: most logit rows of a request.
     """
     num_reqs, size = len(seeds), logits.shape[1]
     of_penalties, kind = arguments(penalties, logits)

@@ -4,7 +4,7 @@ The key of a token is an int64. Its upper bits are the logit over the temperatur
 lower 24 bits are the id, counted from the end. So all keys of a row differ, and of equal logits the lowest id has the
 largest key.
 
-Legend: L token ids (`lane_L`) of a tile. KIND: kind of penalties, see `penalties_of`.
+Legend: L token ids (`lane_L`) of a tile. penalties, KIND: result and kind of `penalties_of`.
 """
 
 import triton
@@ -61,7 +61,7 @@ def id_of(key):
 
 @triton.jit
 def mass_of(x, best):
-    """Return the mass of a token, exp(x - best) in units of 2^-40, int64, with the bits of torch's exp."""
+    """Return a token's mass exp(x - best), best: largest x, in units of 2^-40, int64, with the bits of torch's exp."""
     # A difference of large numbers may be infinite, and best - 100 may round to best. Halves are exact.
     below = tl.maximum(x * 0.5 - best * 0.5, -50.0) * 2.0
     if NATIVE:
@@ -73,7 +73,7 @@ def mass_of(x, best):
 
 @triton.jit
 def metadata_of(sampling_ptr, row, size):
-    """Load a row's temperature, log_min_p, top_k (`size` for all) and top_p, and whether they may drop a token."""
+    """Load a row's temperature, log_min_p, top_k (`size` for all), top_p, and whether truncation may drop a token."""
     temperature, log_min_p = tl.load(sampling_ptr + row * 4), tl.load(sampling_ptr + row * 4 + 1)
     top_k, top_p = tl.load(sampling_ptr + row * 4 + 2).to(tl.int64), tl.load(sampling_ptr + row * 4 + 3)
     top_k = tl.where((top_k <= 0) | (top_k > size), size, top_k).to(tl.int64)

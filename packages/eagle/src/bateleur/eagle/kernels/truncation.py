@@ -141,7 +141,7 @@ def read_keys(source, start, BLOCK: tl.constexpr, KIND: tl.constexpr):
 
 @triton.jit
 def weigh(source, best, low, high, BLOCK: tl.constexpr, KIND: tl.constexpr):
-    """Return the mass of the tokens of a source with sort keys in [low, high], int64, and the largest of these keys."""
+    """Return the `mass_of` all tokens of a source with sort keys in [low, high], int64, and the largest of these."""
     mass_L, largest_L = tl.zeros([BLOCK], tl.int64), tl.full([BLOCK], NO_KEY, tl.int64)
     for start in range(0, source[1], BLOCK):
         key_L = read_keys(source, start, BLOCK, KIND)
@@ -157,8 +157,11 @@ def select(
 ):  # fmt: skip
     """Find the largest key in [low, high] such that the number or mass of the keys not below it reaches the goal.
 
-    above: number or mass of the keys above `high`, which the source need not contain. Returns the key, and whether it
-        exists. It does not exist if the keys above `high` reach the goal, or if all keys not below `low` miss it.
+    source, best: see `read_keys` and `mass_of`.
+    above: number or mass of the keys above `high`, which the source need not contain.
+
+    Returns the key, and whether it exists. It does not exist if the keys above `high` reach the goal, or if all keys
+    not below `low` miss it.
     """
     top, pivot_P = high, tl.arange(0, _PIVOTS).to(tl.int64)
     num_above, reached, num_left = tl.zeros([], tl.int64), above.to(tl.float64) < goal, 2
@@ -199,7 +202,8 @@ def find_threshold(
 ):  # fmt: skip
     """Return the lowest kept key of a row, and whether the brackets contain it; if not, the key is undefined.
 
-    given: whether to search within the brackets; else in the whole row.
+    given: whether to search within the brackets; else in the whole row. source, best: see `read_keys` and `mass_of`.
+    floor, ceiling: see `limits_of`.
     """
     low, high = ends_of(brackets_ptr, LOW_K, given, floor, ceiling)
     threshold, valid = floor, low == floor

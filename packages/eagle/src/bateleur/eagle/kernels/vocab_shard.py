@@ -26,6 +26,7 @@ def histogram_kernel(
     """Make a histogram of each row over one 8-bit digit of the logits: sum the weights (1, or mass) of tokens by digit.
 
     Grid (rows, splits). Occupancy on sm_90: at least 9 blocks per SM. `out` must be zeros.
+    start, shift: see `shard_truncation._histogram`.
     """
     row, shard = tl.program_id(0).to(tl.int64), tl.program_id(1)
     start, stop = tl.load(start_ptr + row), tl.minimum((shard + 1) * share, size)
@@ -69,7 +70,7 @@ def last_tie_kernel(
 
 
 def histogram_rows(scaled: Tensor, mass: Tensor | None, start: Tensor, shift: int) -> Tensor:
-    """Return the histogram (N, 256) int64 of `shard_truncation._histogram`, in two launches: one writes zeros."""
+    """Compute `shard_truncation._histogram` (same arguments), (N, 256) int64, in two launches: one writes zeros."""
     num_rows, size = scaled.shape
     block = block_of(size, _BLOCK)
     shares = min(triton.cdiv(size, block), triton.cdiv(_PROGRAMS, num_rows))
@@ -84,7 +85,7 @@ def histogram_rows(scaled: Tensor, mass: Tensor | None, start: Tensor, shift: in
 
 
 def last_tie_rows(scaled: Tensor, least: Tensor, kept: Tensor, own: Tensor) -> Tensor:
-    """Return the index of the last kept tie (N,) int32 of each row in one launch, see `shard_truncation._last_tie`."""
+    """Compute `shard_truncation._last_tie` (same arguments), the last kept tie of each row, (N,) int32, in a launch."""
     num_rows, size = scaled.shape
     last = torch.empty(num_rows, dtype=torch.int32, device=scaled.device)
     last_tie_kernel[(num_rows,)](
@@ -105,7 +106,7 @@ def perturbed_max_rows(
 ) -> tuple[Tensor, Tensor]:
     """Return the largest perturbed logit of each row in the shard, (N,) float32, and its index, (N,) int64.
 
-    Arguments as of `sample._perturbed_max`.
+    Same arguments and result as `sample._perturbed_max`.
     """
     thresholds = None if least is None or last is None else (least, last)
     best, token = draw_shares(logits, hashes, None, seeds, name, values[:, 0], values, thresholds)

@@ -42,10 +42,10 @@ class _Step(Struct):
 
 
 class NativeChain:
-    """Drafter under the rule COUPLED: proposes all drafts in one C call, equal to the torch passes up to rounding."""
+    """Proposes all drafts under the acceptance rule COUPLED in one C call, equal to the torch passes up to rounding."""
 
     def __init__(self, head: Eagle3Head, cache: DraftCache, positions: int, longest: int, width: int) -> None:
-        """positions: how many the head has reserved. longest: most tokens of a sequence. width: K."""
+        """positions: number of positions that the head has reserved. longest: most tokens of a sequence. width: K."""
         self._group, self._width, self._longest = cache.group, width, longest
         self._held: list[object] = [head, cache]
         self._struct = s = self._described(head, cache, positions)
