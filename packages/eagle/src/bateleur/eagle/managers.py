@@ -40,7 +40,7 @@ class DraftGraphs:
     sizes: numbers of requests of the graphs of passes after the first (the chain).
     fuse: whether one graph holds a whole chain, if its metadata can be refreshed in the graph; else one graph per pass.
     checks: level of the checks before a replay.
-    coordinator: creates the coordinator by which all ranks agree on the graph of the chain, from a rank's dispatcher.
+    coordinator: creates, for a dispatcher, the coordinator by which all ranks agree on the graph of the chain.
     """
 
     backend: GraphBackend

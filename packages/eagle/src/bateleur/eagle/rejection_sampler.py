@@ -155,7 +155,7 @@ class _Case(NamedTuple):
 
 
 def _ratio(logits: Tensor, drafts: Drafts, rows: Rows, vocab: HashedVocab | None) -> RejectionOutput:
-    """Verify by the acceptance rule RATIO: accept draft x while u q(x) < p(x), u uniform, p the target, q the draft."""
+    """Verify by the acceptance rule RATIO: accept while u q < p: u uniform, p target, q draft probability."""
     case = _case(logits, drafts, rows, Rule.RATIO, vocab)
     accepted_R = case.logit_rows.run(_matches(case).where(case.greedy.unsqueeze(1), case.u * case.q < case.p))
     return _emit(case, accepted_R, case.u.new_ones(1), vocab)

@@ -25,7 +25,7 @@ _CHUNK = 3
 
 @dataclass(frozen=True, slots=True)
 class DrafterReport:
-    """Result of a check, counted per request: proposals, verifications of drafts (`num_steps`), and accepted drafts."""
+    """Counts of a check: proposals and verifications (`num_steps`), one per request and step, and accepted drafts."""
 
     drafter: str
     num_proposals: int

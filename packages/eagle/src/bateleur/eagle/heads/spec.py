@@ -32,7 +32,7 @@ Project = Callable[[Tensor, Tensor | None], Callable[[Tensor], Tensor]]
 class CProduct:
     """The product y = x W^T + b as a C function: ``(x, tokens, stride of x, columns, W, b, y, rows, threads)``.
 
-    A Python function that computes the product has it as attribute `in_c`; None or no attribute: no C function.
+    A Python function x -> y can have its `CProduct` as attribute `in_c`; None or no attribute means no C function.
 
     x, W, b (or NULL) and y are addresses (all but W of float32), the sizes are int64, and threads is an int. The
     function defines the layout of W. It returns 0, or another int64 if it is out of memory.

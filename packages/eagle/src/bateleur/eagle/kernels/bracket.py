@@ -112,7 +112,7 @@ def bracket_kernel(
 ):  # fmt: skip
     """Estimate each row's brackets and find its largest logit over the temperature; NaN for a row with a NaN.
 
-    Grid (rows). Occupancy on sm_90: at least 1 block per SM. Sets to 0 what `collect_kernel` adds up.
+    Grid (rows). Occupancy on sm_90: at least 1 block per SM. Sets the sums of `collect_kernel` to 0.
     """
     row = tl.program_id(0).to(tl.int64)
     temperature, log_min_p, top_k, top_p, truncates = metadata_of(sampling_ptr, row, size)

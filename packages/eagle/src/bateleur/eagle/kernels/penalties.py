@@ -32,7 +32,7 @@ def penalties_of(
 
 @triton.jit
 def penalised(x_L, lane_L, stop, penalties, KIND: tl.constexpr):
-    """Return logits (L,) float32 of token ids `lane_L` after `penalties_of` a row, rounded as in torch. stop: V."""
+    """Apply penalties (of `penalties_of`) to logits (L,) float32 of ids `lane_L` below `stop`, rounded as in torch."""
     if KIND != 0:
         repetition, frequency, presence, counts_ptr, prompts_ptr, before_ptr, num_before = penalties
         if (repetition != 1.0) | (frequency != 0.0) | (presence != 0.0):

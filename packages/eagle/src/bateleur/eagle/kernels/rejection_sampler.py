@@ -245,8 +245,8 @@ def _launch(
     vocab: HashedVocab | None,
     metadata: SamplingMetadata | None,
 ) -> RejectionOutput:
-    """Verify or sample in two launches: `draw_kernel`, then `emit_kernel`. Arguments: fields of `Rows`, and starts:
-    `Rows.query_start_loc`; None if every request has one row, and first_position is then `noise.names`.
+    """Launch `draw_kernel` and `emit_kernel`. drafts: `Drafts.tokens`. Arguments of a request are those of `Rows`.
+    starts: `Rows.query_start_loc`; None if every request has one row, and first_position is then `noise.names`.
     """
     if logits.stride(1) != 1:
         raise ValueError(f"logits: strides {logits.stride()} must be dense in the last dimension")

@@ -61,7 +61,7 @@ def id_of(key):
 
 @triton.jit
 def mass_of(x, best):
-    """Return a token's mass exp(x - best), best: largest x, in units of 2^-40, int64, with the bits of torch's exp."""
+    """Return exp(x - best), a token's mass, in units of 2^-40, int64, with torch's bits. best: largest x of the row."""
     # A difference of large numbers may be infinite, and best - 100 may round to best. Halves are exact.
     below = tl.maximum(x * 0.5 - best * 0.5, -50.0) * 2.0
     if NATIVE:

@@ -141,7 +141,7 @@ def read_keys(source, start, BLOCK: tl.constexpr, KIND: tl.constexpr):
 
 @triton.jit
 def weigh(source, best, low, high, BLOCK: tl.constexpr, KIND: tl.constexpr):
-    """Return the `mass_of` all tokens of a source with sort keys in [low, high], int64, and the largest of these."""
+    """Return the total `mass_of` and the largest sort key, int64, of tokens of `source` with keys in [low, high]."""
     mass_L, largest_L = tl.zeros([BLOCK], tl.int64), tl.full([BLOCK], NO_KEY, tl.int64)
     for start in range(0, source[1], BLOCK):
         key_L = read_keys(source, start, BLOCK, KIND)

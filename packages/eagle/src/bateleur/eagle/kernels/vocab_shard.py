@@ -70,7 +70,7 @@ def last_tie_kernel(
 
 
 def histogram_rows(scaled: Tensor, mass: Tensor | None, start: Tensor, shift: int) -> Tensor:
-    """Compute `shard_truncation._histogram` (same arguments), (N, 256) int64, in two launches: one writes zeros."""
+    """Compute `shard_truncation._histogram` in two launches, one for zeros: same arguments and result, (N, 256) int64."""
     num_rows, size = scaled.shape
     block = block_of(size, _BLOCK)
     shares = min(triton.cdiv(size, block), triton.cdiv(_PROGRAMS, num_rows))
@@ -85,7 +85,7 @@ def histogram_rows(scaled: Tensor, mass: Tensor | None, start: Tensor, shift: in
 
 
 def last_tie_rows(scaled: Tensor, least: Tensor, kept: Tensor, own: Tensor) -> Tensor:
-    """Compute `shard_truncation._last_tie` (same arguments), the last kept tie of each row, (N,) int32, in a launch."""
+    """Compute `shard_truncation._last_tie` in one launch: same arguments and result, (N,) int32."""
     num_rows, size = scaled.shape
     last = torch.empty(num_rows, dtype=torch.int32, device=scaled.device)
     last_tie_kernel[(num_rows,)](
