@@ -192,7 +192,7 @@ def _leading(x: DraftBuffers, is_prefilling: Tensor, rows: int) -> dict[str, Any
 
 
 def bound_of_drafts(batch: CommonAttentionMetadata) -> SeqLenBound:
-    """Return the host's bounds of the request lengths after the target's step, without rejected tokens.
+    """Return the host's bounds of the request lengths once the rejected tokens of the target's step are dropped.
 
     A request with drafts has only an upper bound, because only the device knows the number of rejected drafts.
     """

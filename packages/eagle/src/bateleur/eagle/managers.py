@@ -81,8 +81,9 @@ class PrefillEagleCudaGraphManager(CudaGraphManager[DraftState, Tensor]):
 class DraftStateProducer:
     """Fills the input buffers of draft passes from those of a target step, so that both run in CUDA graphs.
 
-    target_states: inputs of the target's graphs. adopt: function that fills the drafter's own buffers for such inputs,
-        with random values if a seed is given, and returns the inputs of the first draft pass. own: those buffers.
+    target_states: inputs of the target's graphs. adopt: function that fills the drafter's own buffers for a target
+        step, with random values if a seed is given, and returns the inputs of the first draft pass. own: `ChainSteps`
+        of those buffers.
     """
 
     target_states: CapturedStateProducer[Any]
@@ -114,7 +115,7 @@ class DraftStateProducer:
 
 
 class DecodeEagleCudaGraphManager(CudaGraphManager[DraftState, Tensor]):
-    """Graphs of the draft passes after the first one: one token per request, not over the target's metadata.
+    """Graphs of the draft passes after the first one: one token per request, with metadata of their own.
 
     A key with variant `(k,)` holds a whole chain of k drafts, one without a variant a single pass.
     """

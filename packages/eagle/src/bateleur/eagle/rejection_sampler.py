@@ -113,7 +113,7 @@ def _coupled(
     greedy: bool = False,
     metadata: SamplingMetadata | None = None,
 ) -> RejectionOutput:
-    """Verify by the acceptance rule COUPLED: sample every logit row, and accept the drafts that equal the samples."""
+    """Verify by the acceptance rule COUPLED, see `verify`: sample every logit row, accept drafts equal to samples."""
     logit_rows = LogitRows.of(logits.shape[0], drafts, rows)
     if greedy and (metadata is None or metadata.penalties is None):
         drawn = argmax(logits, None if vocab is None else vocab.shard)
@@ -155,7 +155,7 @@ class _Case(NamedTuple):
 
 
 def _ratio(logits: Tensor, drafts: Drafts, rows: Rows, vocab: HashedVocab | None) -> RejectionOutput:
-    """Verify by the acceptance rule RATIO: accept while u q < p: u uniform, p target, q draft probability."""
+    """Verify by the acceptance rule RATIO: accept while u q < p, with target probability p, draft q, uniform u."""
     case = _case(logits, drafts, rows, Rule.RATIO, vocab)
     accepted_R = case.logit_rows.run(_matches(case).where(case.greedy.unsqueeze(1), case.u * case.q < case.p))
     return _emit(case, accepted_R, case.u.new_ones(1), vocab)

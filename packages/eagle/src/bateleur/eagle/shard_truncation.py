@@ -103,7 +103,7 @@ def _search(
     """Find the largest value at or above `start_N` such that the tokens at or above it have at least the weight `goal`.
 
     The weight of a token is its mass, or 1 if `mass_NL` is None. Returns the value (`order_of`), the weight of tokens
-    above it and equal to it, and the part of the latter in this shard; (N,) int64 each.
+    above it and equal to it, and the part of the equal ones in this shard; (N,) int64 each.
 
     goal: maps the total weight of the tokens at or above the start, (N,) int64, to the weight to reach.
     """

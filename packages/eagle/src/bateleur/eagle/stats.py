@@ -74,8 +74,8 @@ class AcceptanceEstimates:
     ) -> None:
         """prior: estimate before any observation, in (0, 1).
         strength: weight of the estimate of all requests, in observations of one request; above 0.
-        memory: observations of a request after which one has decayed to 1/e; at least 1. It is short, because a text
-            becomes easier or harder to predict.
+        memory: number of newer observations of a request that reduce the weight of one to 1/e; at least 1. It is short,
+            because a text becomes easier or harder to predict.
         memory_of_all: about how many observations the estimate of all requests remembers; at least 1.
         """
         if not 0 < prior < 1:

@@ -245,7 +245,8 @@ def _launch(
     vocab: HashedVocab | None,
     metadata: SamplingMetadata | None,
 ) -> RejectionOutput:
-    """Launch `draw_kernel` and `emit_kernel`. drafts: `Drafts.tokens`. Arguments of a request are those of `Rows`.
+    """Sample each logit row, and verify drafts (R, K) with the samples. seeds, first_position, temperature: see `Rows`.
+
     starts: `Rows.query_start_loc`; None if every request has one row, and first_position is then `noise.names`.
     """
     if logits.stride(1) != 1:
@@ -283,7 +284,7 @@ def draw_shares(
 ) -> tuple[Tensor, Tensor]:
     """Return maximum and token id of each share of each logit row, (requests, rows of a request, shares); one launch.
 
-    starts, seeds, first_position, temperature: as for `_launch`. hashes: see `HashedVocab`. values: (N, 4) float32, see
+    starts, seeds, first_position, temperature: see `_launch`. hashes: see `HashedVocab`. values: (N, 4) float32, see
     `SamplingMetadata`; None if logits are divided by the temperature already. thresholds: those of truncation, see
     `SamplingMetadata.thresholds`. rows_per_request: most logit rows of a request.
     """

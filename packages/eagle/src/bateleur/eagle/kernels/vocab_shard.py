@@ -70,7 +70,7 @@ def last_tie_kernel(
 
 
 def histogram_rows(scaled: Tensor, mass: Tensor | None, start: Tensor, shift: int) -> Tensor:
-    """Compute `shard_truncation._histogram` in two launches, one for zeros: same arguments and result, (N, 256) int64."""
+    """Compute `shard_truncation._histogram` in two launches, one for zeros; same arguments and result (N, 256)."""
     num_rows, size = scaled.shape
     block = block_of(size, _BLOCK)
     shares = min(triton.cdiv(size, block), triton.cdiv(_PROGRAMS, num_rows))
