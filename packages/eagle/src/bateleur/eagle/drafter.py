@@ -106,7 +106,7 @@ class Drafter(Protocol):
 class BoundedDrafter(Drafter, Protocol):
     """A drafter with a length limit, such as a head with a maximum position.
 
-    max_drafted_len: most tokens of a sequence, drafts included. An engine asks for no drafts beyond.
+    max_drafted_len: most tokens of a sequence, drafts included. An engine asks for no drafts beyond it.
     """
 
     max_drafted_len: int

@@ -180,7 +180,7 @@ class LogitRows:
         return cls(rows, tokens_RK, row_C, index_RC, drafted_RK, num_R > 0)
 
     def owners(self, num_logits: int) -> tuple[Tensor, Keys]:
-        """Return the request of each logit row, (N,) int64, in padding the last request, and the key of its sample."""
+        """Return request, (N,) int64, and noise key of each logit row. Padding rows count as the last request's."""
         starts, row_N = self.rows.query_start_loc, torch.arange(num_logits, device=self.index.device)
         owner_N = torch.searchsorted(starts[1:].contiguous(), row_N.int(), right=True).clamp_(max=len(self.rows) - 1)
         position_N = self.rows.first_position[owner_N] + (row_N - starts[owner_N])

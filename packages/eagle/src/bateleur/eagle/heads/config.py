@@ -120,7 +120,7 @@ def _window(layer: Fields) -> int | None:
 
 
 def _sizes(source: _Source, names: Collection[str], target: TargetInfo) -> dict[str, Any]:
-    """Return the layer sizes that every EAGLE head has, as fields of `HeadSpec`."""
+    """Return the layer sizes that every EAGLE head has, as fields of `HeadSpec`. names: names of its tensors."""
     layer, heads = source.layer, source.layer.size("num_attention_heads")
     biased = {
         "fc": "fc.bias" in names,

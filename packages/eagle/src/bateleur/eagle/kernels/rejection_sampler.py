@@ -282,8 +282,9 @@ def draw_shares(
     penalties: Penalties | None = None,
     rows_per_request: int = 1,
 ) -> tuple[Tensor, Tensor]:
-    """Return maximum and token id of each share of each logit row, (requests, rows of a request, shares); one launch.
+    """Return the largest perturbed logit, and its token id, of each share of each logit row, in one launch.
 
+    Both results are (requests, rows of a request, shares).
     starts, seeds, first_position, temperature: see `_launch`. hashes: see `HashedVocab`. values: (N, 4) float32, see
     `SamplingMetadata`; None if logits are divided by the temperature already. thresholds: those of truncation, see
     `SamplingMetadata.thresholds`. rows_per_request: most logit rows of a request.
