@@ -66,9 +66,9 @@ def stage_next(
     block_size: tokens of a block.
     first: whether the drafts are those of the first pass, in which a request has any number of tokens.
 
-    A request whose position is `max_model_len` or more stores nothing, keeps its length, and gets no draft. The
-    function is called after draft K, too, although the staged pass is not run; any later call records nothing. Raises
-    `ValueError` if n is larger than the buffers or the table.
+    A request whose position is `max_model_len` or more stores nothing, keeps its length, and gets no draft. Called
+    after the last draft, too, although the staged pass is not run. Once K drafts are recorded, a call records nothing.
+    Raises `ValueError` if n is larger than the buffers or the table.
     """
     most = min(buffers.limits.max_num_reqs, block_table.shape[0])
     if token.dim() != 1 or token.shape[0] > most:

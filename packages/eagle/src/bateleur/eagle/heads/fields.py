@@ -74,7 +74,7 @@ class Fields:
         return Fields(value)
 
     def boundaries(self, name: str, num_layers: int, *, shift: int = 0) -> tuple[int, ...] | None:
-        """Return the layer boundaries of a list: distinct ids plus `shift`, in 0 .. num_layers; None if missing or empty."""
+        """Return the distinct ids of a list, plus `shift`, as boundaries 0 .. num_layers; None if missing or empty."""
         value = self._values.get(name)
         if value is None or value == []:
             return None
