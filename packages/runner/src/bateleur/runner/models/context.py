@@ -15,7 +15,10 @@ from bateleur.runner.distributed.ranks import ALONE, Ranks
 
 @dataclass(frozen=True, slots=True)
 class StepContext:
-    """Metadata and caches of one step (keys, values, recurrent states, inputs of latest tokens), read by all layers."""
+    """Metadata and caches of one step, read by all layers.
+
+    Caches are keys and values (`kv`), recurrent states (`states`), and inputs of the latest tokens (`rings`).
+    """
 
     batch: CommonAttentionMetadata
     backend: AttentionBackend
@@ -41,7 +44,11 @@ class StepContext:
 
 @dataclass(frozen=True, slots=True)
 class LayerStep:
-    """Arguments that all layers of one forward pass share."""
+    """Arguments that all layers of one forward pass share.
+
+    They are the step, cosines and sines of its positions (`rotary`), tensor-parallel ranks, attention work lists
+    (`work`), and LoRA slots of the tokens (`adapters`).
+    """
 
     execution: Execution[StepContext]
     """The step. Attention and recurrent layers pass functions that depend on its metadata to `eager`."""
@@ -68,9 +75,9 @@ class LayerStep:
         return self.execution.state.backend.fuses_norm
 
     def attend(self, run: Callable[..., Tensor], index: int, *tensors: Tensor) -> Tensor:
-        """Return `run(context, *tensors)`, the attention of layer `index`.
+        """Return `run(context, *tensors)`, the attention of attention layer `index`, for the step's `StepContext`.
 
-        If the backend accepts upper bounds in place of exact lengths, its call is captured in the CUDA graph and
+        If the backend accepts upper bounds in place of exact lengths, `run` is captured in the CUDA graph, and
         gets the layer's work list as `work`. Otherwise it runs eagerly, between the pieces of a piecewise CUDA graph.
         """
         if self.execution.state.backend.tolerates_loose_bounds:

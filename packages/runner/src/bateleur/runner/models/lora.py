@@ -15,7 +15,7 @@ _GATHERED_ENTRIES = 1 << 23
 
 @dataclass(frozen=True, slots=True)
 class LoraWeights:
-    """LoRA matrices of one projection, by adapter slot. Slot 0 means no adapter and holds zeros."""
+    """LoRA matrices A (slots, R, K) and B (slots, N, R) of one projection. Slot 0 means no adapter and holds zeros."""
 
     a_ARK: Tensor
     """(A, R, K) in the model's dtype."""
@@ -27,7 +27,10 @@ _UNADAPTED = ("router_proj", "shared_gate_proj", "latent_in_proj", "latent_out_p
 
 
 def is_adaptable(weight: str) -> bool:
-    """Return whether a LoRA adapter may change the weight of this name: projections of layers except experts."""
+    """Return whether a LoRA adapter may change the weight of this name: that of a projection of a layer.
+
+    Excluded are routers, shared gates and latents of experts. The name does not show matrices of single experts.
+    """
     name = weight.rpartition(".")[2]
     return weight.startswith("layers.") and name.endswith("_proj") and name not in _UNADAPTED
 

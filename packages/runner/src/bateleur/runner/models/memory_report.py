@@ -34,7 +34,7 @@ class WeightSize:
 def weight_sizes(
     weights: Mapping[str, Tensor], matrices: Mapping[str, Projection | GroupedProjection]
 ) -> dict[str, WeightSize]:
-    """Return the sizes of all weights of a model, by name. matrices: those of them that are projections."""
+    """Return the sizes of all weights of a model, by name. matrices: the projections among them."""
     name_of = {part: name for name, each in matrices.items() for part in each.tensors(name)}
     found: dict[str, WeightSize] = {}
     for part, tensor in weights.items():

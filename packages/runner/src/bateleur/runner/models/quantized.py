@@ -46,7 +46,11 @@ _TILE = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
-    """Quantisation of a matrix: code layout, scale groups and zero points. Rows with equal schemes can be stacked."""
+    """Describes how a matrix is quantised: code layout, scale groups, zero points. Rows with one scheme can be stacked.
+
+    `group` consecutive columns have a common scale; the first group may have fewer (`start`), or a table has the
+    group of each column (`indexed`). `divides`: how the row factors of F4 are applied.
+    """
 
     layout: Layout
     group: int
@@ -62,7 +66,7 @@ class Scheme:
     """Columns of the first group that come before this part of the matrix."""
 
     def cut(self, first: int, end: int) -> Self:
-        """Return the scheme of a matrix of only the columns [first, end)."""
+        """Return the scheme of the part of the matrix with the columns [first, end)."""
         return self if self.indexed else replace(self, start=(self.start + first) % self.group)
 
     def key(self) -> str:
@@ -92,7 +96,10 @@ def tensors_of(matrix: Any, prefix: str) -> dict[str, Tensor]:
 
 @dataclass(frozen=True, slots=True)
 class QuantizedMatrix:
-    """A quantised matrix (N, K), or E of them with a leading E in all tensors."""
+    """A quantised matrix (N, K), or E of them with a leading E in all tensors.
+
+    F4 has a factor for each row (`factors`). `index` has the scale group of each column if `scheme.indexed`.
+    """
 
     scheme: Scheme
     columns: int
@@ -126,7 +133,7 @@ class QuantizedMatrix:
 
     @classmethod
     def of(cls, key: str, columns: int, parts: Sequence[Tensor]) -> Self:
-        """Return the matrix for the text of `Scheme.key`. parts: its tensors in the order of `tensors`."""
+        """Return the matrix with the tensors `parts`, in the order of `tensors`. key: its `Scheme.key`. columns: K."""
         codes, scales, *rest = parts
         scheme, more = scheme_of(key, scales.dtype), iter(rest)
         zeros = next(more) if scheme.zeros else None
@@ -167,7 +174,7 @@ class QuantizedMatrix:
         return replace(self, scheme=scheme, columns=end - first, codes=codes, scales=scales, zeros=zeros)
 
     def scaled(self, factors: Tensor) -> Self:
-        """Return the matrix with row n multiplied by factors[n] (float32). Scales become float32, except for F4."""
+        """Return the matrix with row n multiplied by factors[n] (float32). Scales become float32, except with F4."""
         if self.factors is not None:
             return replace(self, factors=self.factors / factors if self.scheme.divides else self.factors * factors)
         assert self.scheme.layout is not Layout.MX4, "families with MXFP4 files have no factors"
@@ -175,14 +182,14 @@ class QuantizedMatrix:
         return replace(self, scheme=scheme, scales=self.scales.float() * factors[:, None])
 
     def copy_(self, other: Self) -> None:
-        """Copy the tensors of another matrix, which must have the same scheme and sizes."""
+        """Overwrite this matrix with the tensors of another one, which must have the same scheme and sizes."""
         assert self.scheme == other.scheme, f"{other.scheme} is copied to {self.scheme}"
         for each, theirs in zip(self.tensors().values(), other.tensors().values(), strict=True):
             assert each.shape == theirs.shape
             each.copy_(theirs)
 
     def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """Return `x W^T + b` (T, N) for x (T, K), see `quantized_linear`."""
+        """Return `x W^T + b` (T, N) for x (T, K) and this matrix W, see `quantized_linear`."""
         return quantized_linear(x, list(self.tensors().values()), self.scheme.key(), bias)
 
     def dequantize(self) -> Tensor:
@@ -218,7 +225,7 @@ def unpack(codes: Tensor, layout: Layout) -> Tensor:
 
 @operator("quantized", lambda x, parts, scheme, bias: x.new_empty(x.shape[0], parts[0].shape[0]))
 def quantized_linear(x: Tensor, parts: Sequence[Tensor], scheme: str, bias: Tensor | None) -> Tensor:
-    """Return `x W^T + b` (T, N) in x's dtype, for x (T, K), a quantised W (N, K) and b (N,).
+    """Return `x W^T + b` (T, N) in x's dtype, for x (T, K), a quantised W (N, K) and `bias` b (N,) or None.
 
     parts, scheme: `QuantizedMatrix.tensors` and `Scheme.key` of W. Its weights are rounded to x's dtype. Sums are
     float32. The bits of a token do not depend on the other tokens.
@@ -249,5 +256,5 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def warm_sizes(most: int, groups: int = 1) -> list[int]:
-    """Return row counts, at most `most`, whose products launch every kernel of a matrix, or of `groups` matrices."""
+    """Return batch sizes, at most `most`, whose products launch every kernel of a matrix, or of `groups` matrices."""
     return sorted({min(each * groups, most) for each in (1, 32, 257)} | {1, most})

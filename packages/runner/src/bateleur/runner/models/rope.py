@@ -10,7 +10,7 @@ _FIRST_ROWS = 256
 
 @dataclass(frozen=True, slots=True)
 class LongRope:
-    """Frequencies for sequences longer than the original length (rope_type "longrope")."""
+    """Rotary frequencies for sequences longer than the original length (rope_type "longrope")."""
 
     original_length: int
     inv_freq: tuple[float, ...]
@@ -18,7 +18,7 @@ class LongRope:
 
 @dataclass(frozen=True, slots=True)
 class DynamicRope:
-    """A RoPE base that grows for sequences longer than the original length (rope_type "dynamic", NTK)."""
+    """RoPE base `theta`, which grows by `factor` for sequences above the original length (rope_type "dynamic", NTK)."""
 
     original_length: int
     theta: float
@@ -35,7 +35,7 @@ class RopeSpec:
     """
 
     inv_freq: tuple[float, ...]
-    """Radians per position of each lane pair, with scaling applied."""
+    """Radians per position of each pair of elements, with scaling applied."""
     attention_scaling: float = 1.0
     """Factor on cosine and sine (YaRN)."""
     beyond: LongRope | DynamicRope | None = None

@@ -34,7 +34,10 @@ Cuts = dict[str, Cut]
 
 @dataclass(frozen=True, slots=True)
 class WeightShard:
-    """This rank's part of the weights of a model: ranges (`cuts`), and biases that are 0 here (`once`)."""
+    """This rank's part of a model's weights.
+
+    `cuts`: ranges of rows and columns by weight name. `once`: names of biases that are 0 here, as rank 0 adds them.
+    """
 
     cuts: Cuts = field(default_factory=dict)
     once: frozenset[str] = frozenset()
@@ -98,12 +101,12 @@ def num_sums(spec: ModelSpec) -> int:
 
 
 def sum_bytes(spec: ModelSpec, itemsize: int) -> int:
-    """Return the bytes per token of all all-reduces in a forward pass. itemsize: bytes per number of hidden states."""
+    """Return the bytes per token of all all-reduces in a forward pass. itemsize: bytes per element of hidden states."""
     return (1 + len(spec.layers)) * spec.hidden_size * itemsize + sum(4 * each for each in _squares(spec))
 
 
 def _squares(spec: ModelSpec) -> list[int]:
-    """Return the number of sums of squares per token, for each norm over elements of several ranks."""
+    """Return, for each norm over elements of several ranks, the number of sums of squares per token to all-reduce."""
     counts = []
     for part in spec.mixers:
         if isinstance(part, AttentionLayer) and part.of_heads is not None:
@@ -114,7 +117,7 @@ def _squares(spec: ModelSpec) -> list[int]:
 
 
 def _shard_layer(layer: SingleLayer, ranks: Ranks) -> tuple[SingleLayer, Cuts]:
-    """Return this rank's part of a layer, and of its weights by their names in the branch."""
+    """Return this rank's part of a layer, and the ranges of its weights that this rank has, by names in the branch."""
     match layer:
         case LatentLayer():
             return _latent(layer, ranks)
@@ -197,7 +200,7 @@ def _delta(layer: DeltaLayer, ranks: Ranks) -> tuple[SingleLayer, Cuts]:
 
 
 def _feed_forward(layer: F, own: Range, axis: int) -> tuple[F, Cuts]:
-    """Return the layer with the intermediate channels `own`. axis: axis of the rows of its matrices."""
+    """Return the layer with only the intermediate channels `own`, and its weight ranges. axis: that of matrix rows."""
     rows = _stacked_rows([(own, layer.intermediate_size)] * (1 + layer.gated))
     cuts = _cuts(axis, up_proj=rows, up_bias=rows) | _cuts(axis + 1, down_proj=(own,))
     return replace(layer, intermediate_size=_size(own)), cuts
@@ -217,6 +220,6 @@ def _elements(own: Range, size: int) -> Range:
 
 
 def _stacked_rows(parts: list[tuple[Range, int]]) -> tuple[Range, ...]:
-    """Return this rank's row ranges in several stacked matrices. parts: (own rows, number of rows) of each matrix."""
+    """Return this rank's row ranges in several stacked matrices. parts: (this rank's rows, all rows) of each matrix."""
     starts = accumulate((count for _, count in parts), initial=0)
     return tuple((own[0] + start, own[1] + start) for (own, _), start in zip(parts, starts, strict=False))

@@ -21,7 +21,11 @@ Scores = Literal["softmax", "sigmoid"]
 
 @dataclass(frozen=True, slots=True)
 class AttentionLayer:
-    """Causal grouped-query attention."""
+    """Describes causal grouped-query attention, or a rank's part of it.
+
+    `qk_norm_eps` and `qk_norm_whole` describe norms of queries and keys. In a part, `of_heads` has the numbers of query
+    and key heads in the whole layer, which whole norms need. `k_scales` and `v_scales` are for an FP8 KV cache.
+    """
 
     num_heads: int
     num_kv_heads: int
@@ -60,17 +64,18 @@ class AttentionLayer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatentLayer(AttentionLayer):
-    """Attention without rotary embedding, with keys and values projected from a latent (MLA).
+    """Describes attention without rotary embedding. Keys and values are projected from a latent (MLA) of size `rank`.
 
-    In the KV cache, keys and values of every head have `head_dim` elements: the larger of their sizes.
+    A key has `key_dim` projected elements and `shared_dim` that all heads share, a value `value_dim`. In the KV cache,
+    both are padded to `head_dim` elements, the larger of their sizes.
     """
 
     rank: int
-    """Lanes of the latent."""
+    """Elements of the latent."""
     key_dim: int
-    """Lanes of a key that are projected from the latent."""
+    """Elements of a key that are projected from the latent."""
     shared_dim: int
-    """Lanes of a key that all heads share."""
+    """Elements of a key that all heads share."""
     value_dim: int
     norm_eps: float
     """Epsilon of the latent's norm."""
@@ -82,7 +87,7 @@ class LatentLayer(AttentionLayer):
 
 @dataclass(frozen=True, slots=True)
 class MlpLayer:
-    """Feed-forward branch: `down(act(up(x)))`, or `down(act(gate(x)) * up(x))` if gated."""
+    """Describes a feed-forward branch: `down(act(up(x)))`, or `down(act(gate(x)) * up(x))` if gated."""
 
     intermediate_size: int
     activation: Activation = "silu"
@@ -96,10 +101,11 @@ class MlpLayer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterSpec:
-    """Chooses a token's experts and their weights, from one logit per expert.
+    """Describes how a token's experts and their weights follow from one logit per expert.
 
     softmax: choose the experts with the largest logits. sigmoid: choose the experts with the largest scores, optionally
-    with a correction (`e_score_correction_bias`) added for the choice, and only out of the best groups.
+    with a correction (`e_score_correction_bias`) added for the choice, and only out of the `top_groups` best groups.
+    Weights are softmax or sigmoid scores, divided by their sum if `normalised`, then multiplied by `scale`.
     """
 
     scores: Scores = "softmax"
@@ -128,7 +134,10 @@ class RouterSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertsLayer:
-    """Mixture of experts: each token takes `top_k` of many MLPs, weighted by a router, and optionally a shared MLP."""
+    """Describes a mixture of experts: a token takes `top_k` of many MLPs, weighted by a router, and maybe a shared MLP.
+
+    Tokens may be projected to `latent_size` for the experts. `own`: range of the experts that this rank has.
+    """
 
     num_experts: int
     top_k: int
@@ -175,7 +184,7 @@ class ExpertsLayer:
 
 @dataclass(frozen=True, slots=True)
 class RecurrentLayer:
-    """Base class of recurrent layers: sizes of their states, and chunk size of their scans."""
+    """Base class for descriptions of recurrent layers: the recurrence (`state`), and the chunk size of its scans."""
 
     state: Recurrence
     chunk_size: int
@@ -187,7 +196,7 @@ class RecurrentLayer:
 
 @dataclass(frozen=True, slots=True)
 class MambaLayer(RecurrentLayer):
-    """A Mamba-2 layer."""
+    """Describes a Mamba-2 layer, or a rank's part of it (`of_groups`: index of this part's group, number of groups)."""
 
     state: Mamba2
     conv_bias: bool
@@ -200,7 +209,10 @@ class MambaLayer(RecurrentLayer):
 
 @dataclass(frozen=True, slots=True)
 class DeltaLayer(RecurrentLayer):
-    """A gated delta net or Kimi delta attention. The norm of each value head is followed by a gate."""
+    """Describes a gated delta net or Kimi delta attention. The norm of each value head is followed by a gate.
+
+    Gates and decays are projections of the token, low-rank ones if `rank` is set.
+    """
 
     state: GatedDelta | KimiDelta
     norm_eps: float
@@ -216,7 +228,10 @@ class DeltaLayer(RecurrentLayer):
 
 @dataclass(frozen=True, slots=True)
 class ShortConvLayer(RecurrentLayer):
-    """A short convolution between two gates: `out(C * conv(B * x))`. B, C and x are as wide as the residual stream."""
+    """Describes a short convolution between two gates: `out(C * conv(B * x))`.
+
+    B, C and x are projections of the token, as wide as the residual stream.
+    """
 
     state: ShortConv
     bias: bool = False
@@ -228,7 +243,10 @@ SingleLayer = AttentionLayer | MlpLayer | ExpertsLayer | MambaLayer | DeltaLayer
 
 @dataclass(frozen=True, slots=True)
 class ParallelLayer:
-    """Branches that read the same norm. Their outputs are multiplied by factors and added to the residual stream."""
+    """Describes branches that read the same norm. Their outputs, times `factors`, are added to the residual stream.
+
+    A single branch may have the norm after it instead (`norm_last`), or a second norm after it (`output_norm`).
+    """
 
     parts: tuple[SingleLayer, ...]
     factors: tuple[float, ...] = (1.0,)
@@ -260,7 +278,11 @@ def parts_of(layer: Layer) -> tuple[SingleLayer, ...]:
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """A decoder-only model of attention, MLP, experts and recurrent branches."""
+    """Describes a decoder-only model of attention, MLP, experts and recurrent branches.
+
+    Embeddings are multiplied by `embedding_multiplier`, and branch outputs by `residual_multiplier`. Logits are divided
+    by `logits_divisor`. `foreign_tokens` are placeholders of images and videos, which are not supported.
+    """
 
     architecture: str
     """Name of the Hugging Face class, such as `NemotronHForCausalLM`."""
