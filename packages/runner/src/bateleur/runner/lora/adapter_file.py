@@ -30,16 +30,17 @@ _LISTED = 20
 """Tensors that an error names."""
 Prefixes = Sequence[tuple[str, str]]
 LowRank = tuple[Tensor, Tensor]
-"""(lanes, columns) and (rows, lanes) float32: their product is added to a projection of the whole model."""
+"""A (rank, columns) and B (rows, rank) float32: `B A` is added to a projection's weight in the whole model."""
 
 
 def read_adapter(
     folder: Path, names: Names, shapes: Mapping[str, tuple[int, ...]], prefixes: Prefixes, max_rank: int
 ) -> dict[str, LowRank]:
-    """Return the matrices of each adapted projection, by the name of its weight: `layers.0.qkv_proj`.
+    """Return the matrices A and B of each adapted projection, by the name of its weight: `layers.0.qkv_proj`.
 
-    Each of its modules (q, k and v) has own rows of A and columns of B. names, prefixes: see `Checkpoint`. shapes: of
-    every weight of the whole model. Raises ValueError if the folder is no adapter that fits (all problems are listed).
+    If a projection joins several modules (q, k and v), each has its own rows of A and columns of B. names, prefixes:
+    `names` and `other_prefixes` of the `Checkpoint`. shapes: shape of every weight of the whole model, by name.
+    Raises ValueError if the folder is no adapter that fits the model (all problems are listed).
     """
     config_file, weights_file = folder / CONFIG, folder / WEIGHTS
     if not (config_file.is_file() and weights_file.is_file()):
@@ -69,7 +70,7 @@ def read_adapter(
 
 
 def _read_modules(file: Path, prefixes: Prefixes) -> tuple[dict[str, dict[str, Tensor]], dict[str, str], list[str]]:
-    """Return `A` and `B` by module, each module's name in the file, and errors."""
+    """Return the tensors `A` and `B` of each module, each module's name in the file, and error texts."""
     modules: dict[str, dict[str, Tensor]] = {}
     stored: dict[str, str] = {}
     problems: list[str] = []
@@ -92,7 +93,7 @@ def _read_modules(file: Path, prefixes: Prefixes) -> tuple[dict[str, dict[str, T
 
 
 def _joined(found: Sequence[tuple[WeightPart, Tensor, Tensor]], rows: int) -> LowRank:
-    """Join the modules of one projection to one pair of matrices, with rows in the order of the projection's weight."""
+    """Join A and B of all modules of one projection. The rows of B are in the order of the weight, which has `rows`."""
     a = torch.cat([each for _, each, _ in found])
     b, lane = torch.zeros(rows, len(a)), 0
     for part, low, high in found:

@@ -31,7 +31,7 @@ _DIGEST_BYTES = 16
 
 @dataclass(frozen=True, slots=True)
 class LoRARequest:
-    """The LoRA adapter of a request, as in vLLM."""
+    """The LoRA adapter of a request, as in vLLM, but identified by its name alone."""
 
     lora_name: str
     """One name means one adapter until it is unloaded."""
@@ -52,8 +52,8 @@ class AdapterPool:
     def __init__(self, model: HybridDecoder, names: Names, num_slots: int, max_rank: int, max_num_tokens: int) -> None:
         """Attach zero matrices to every projection of `model` (this rank's part) that an adapter may change.
 
-        names: see `Checkpoint.names`. num_slots, max_rank: `max_loras`, `max_lora_rank`. A projection has this rank for
-        each of its modules (q, k and v). max_num_tokens: number of tokens of the largest step, with padding.
+        names: see `Checkpoint.names`. num_slots: `max_loras`. max_rank: `max_lora_rank`, the largest low rank of one
+        module; q, k and v are three modules of a projection. max_num_tokens: tokens of the largest step, with padding.
         """
         self.num_slots, self.max_rank = num_slots, max_rank
         self._cuts = model.share.cuts
@@ -74,7 +74,7 @@ class AdapterPool:
         return sum(each.a_ARK.nbytes + each.b_ANR.nbytes for each in self.weights.values())
 
     def stage(self, num_tokens: int, slots: NDArray[np.int32] | None) -> Tensor:
-        """Write the slots of a step's tokens (None: no adapter), 0 for padding. Return the first `num_tokens`."""
+        """Upload the adapter slots of a step's tokens (None: all 0). Return (num_tokens,) int32, with 0 for padding."""
         staged = pinned((num_tokens,), torch.int32, self.token_slots.device).zero_()
         if slots is not None:
             staged.numpy()[: len(slots)] = slots
@@ -85,7 +85,7 @@ class AdapterPool:
         self.token_slots.fill_(self.num_slots)
 
     def fill(self, slot: int, matrices: Mapping[str, LowRank]) -> None:
-        """Write an adapter, see `read_adapter`, to an adapter slot that no running request uses."""
+        """Write an adapter to an adapter slot that no running request uses. matrices: from `read_adapter`."""
         for name, weights in self.weights.items():
             weights.a_ARK[slot].zero_()
             weights.b_ANR[slot].zero_()
@@ -141,7 +141,7 @@ class AdapterManager:
 
     @property
     def loaded(self) -> dict[str, Path]:
-        """Folders of the adapters, by name."""
+        """Folders of the loaded adapters, by adapter name."""
         return {name: each.folder for name, each in self._loaded.items()}
 
     def load(self, adapter: LoRARequest) -> None:
@@ -160,7 +160,7 @@ class AdapterManager:
             )
 
     def _read(self, adapter: LoRARequest) -> _Loaded:
-        """Read the files of an adapter unless its name is known. Does not give it a slot."""
+        """Return an adapter by its name. Reads its files at the first use, but gives it no slot."""
         source, named = Path(adapter.lora_path), f"lora_name={shown(adapter.lora_name)}"
         known = self._loaded.get(adapter.lora_name)
         if known is None and not adapter.lora_path:
@@ -209,8 +209,8 @@ class AdapterManager:
     def assign(self, waiting: Sequence[str]) -> list[int]:
         """Give slots to requests that wait, first come, first served. Returns the slot of each; 0 if it still waits.
 
-        While a request waits, no later one gets the least recently used adapter. So the slot of this adapter becomes
-        free, and no request waits forever. waiting: adapter of each request, in service order.
+        waiting: adapter name of each request, in service order. After a request that still waits, no later request gets
+        the least recently used adapter. So the slot of that adapter becomes free, and no request waits forever.
         """
         slots, blocked = list[int](), False
         for name in waiting:
@@ -234,7 +234,7 @@ class AdapterManager:
     def recount(self, requests: Iterable[tuple[str, bool]]) -> None:
         """Recount the requests of each adapter after an interrupted step.
 
-        requests: for each request its adapter, and whether the request runs, so that its adapter must stay in a slot.
+        requests: adapter name of each request, and whether it runs, so that its adapter must stay in its slot.
         """
         counts = Counter(requests)
         for name, each in self._loaded.items():

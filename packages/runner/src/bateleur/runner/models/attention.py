@@ -31,7 +31,7 @@ class CachedAttention(ResidualBranch):
     ) -> Tensor:
         """Write keys and values (T, kv heads, D) to the cache, and return the attention of queries (T, H, D).
 
-        rotary: cosines and sines, if the backend rotates. work: work list of the layer, see
+        rotary: cosines and sines if the backend applies RoPE, else nothing. work: work list of the layer, see
         `AttentionBackend.build_work_list`.
         """
         assert context.attention is not None
@@ -58,7 +58,7 @@ class Attention(CachedAttention):
     """Grouped-query attention. One projection computes gates, queries, keys and values."""
 
     def __init__(self, spec: AttentionLayer, like: Tensor, index: int, rope: int) -> None:
-        """index: index of the layer's KV cache. rope: index of its embedding in `LayerStep.rotary`. like: (any, M)."""
+        """index: index of the KV cache. rope: index of the RoPE in `LayerStep.rotary`. like: see `ResidualBranch`."""
         super().__init__(spec, index, like)
         self._rope = rope
         self._heads = [spec.gated * spec.num_heads, spec.num_heads + spec.num_kv_heads, spec.num_kv_heads]
@@ -99,7 +99,7 @@ class Attention(CachedAttention):
 
 
 class LatentAttention(CachedAttention):
-    """Multi-head latent attention (MLA). The cache holds padded keys and values of every head, not the latent.
+    """Multi-head latent attention (MLA). The KV cache has padded keys and values of every head, not the latent.
 
     The input projection computes q | latent | shared key. The latent is normalised and projected to keys and values.
     Shapes: N own and S shared key elements of a head, V value elements, R rank of the latent, D = max(N + S, V).

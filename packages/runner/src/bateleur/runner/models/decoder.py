@@ -201,7 +201,7 @@ class HybridDecoder:
         return (final, *(seen[tap * spec.branches_per_layer] for tap in taps))
 
     def _divide_attention(self, context: StepContext) -> tuple[Tensor | None, ...]:
-        """Build the attention work lists `LayerStep.work`. Layers with equal heads and windows share a list."""
+        """Return the attention work lists for `LayerStep.work`. Layers with equal heads and windows share a list."""
         backend, meta = context.backend, context.attention
         if meta is None or not backend.tolerates_loose_bounds:
             return ()
@@ -215,7 +215,7 @@ class HybridDecoder:
         return tuple(made[first] for first in self._first_of_kind)
 
     def embed(self, input_ids: Tensor) -> Tensor:
-        """Return the embeddings (T, hidden_size) of token ids (T,). With several ranks, their parts are summed."""
+        """Return the embeddings (T, hidden_size) of token ids (T,). An all-reduce sums the parts of several ranks."""
         if self.ranks.alone:
             return F.embedding(input_ids, self.embedding)
         first, end = self._tokens

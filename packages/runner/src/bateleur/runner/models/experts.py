@@ -23,7 +23,7 @@ class Experts(ResidualBranch):
     """Routed experts, and an optional shared expert that all tokens take. The router computes in float32."""
 
     def __init__(self, spec: ExpertsLayer, like: Tensor, exchange: ExpertParallel | None = None) -> None:
-        """exchange: sends tokens to ranks with other experts, or None. like: tensor with dtype and device."""
+        """exchange: sends tokens to ranks with other experts; None if all are here. like: see `ResidualBranch`."""
         self.spec, self._exchange = spec, exchange
         hidden, inner, count = like.shape[1], spec.intermediate_size, spec.num_experts
         width, rows = spec.latent_size or hidden, 2 * inner if spec.gated else inner
@@ -68,7 +68,7 @@ class Experts(ResidualBranch):
         return combine(self._products(x_TL, token_S, expert_ends_E), sorted_index_S, weights_TK, shared_TL, gate_T1)
 
     def _products(self, x_TL: Tensor, token_S: Tensor, expert_ends_E: Tensor) -> Tensor:
-        """Return outputs (S, L) of the experts for S sorted pairs. Rows after the last expert's end are undefined."""
+        """Return the experts' outputs (S, L) for S pairs from `sort_places`. Rows after the last end are arbitrary."""
         gate_up_SF, expert_S = self.up_proj(x_TL.index_select(0, token_S), expert_ends_E), None
         if self.up_proj.bias is not None and self.down_proj.bias is not None:
             sorted_index_S = torch.arange(len(token_S), dtype=torch.int32, device=expert_ends_E.device)
@@ -80,7 +80,7 @@ class Experts(ResidualBranch):
         return y_SL.add_(self.down_proj.bias.index_select(0, expert_S))
 
     def _of_all_ranks(self, exchange: ExpertParallel, x_TL: Tensor, weights_TK: Tensor, experts_TK: Tensor) -> Tensor:
-        """Return the weighted sum (T, L) of each token's experts. A rank's experts compute the tokens of all ranks."""
+        """Return the weighted sum (T, L) of each token's experts. Its own experts run for tokens of all ranks."""
         assert self.spec.own is not None
         x_AL, weights_AK, experts_AK = exchange.gather(x_TL, weights_TK, experts_TK)
         (first, end), count = self.spec.own, self.spec.num_own

@@ -22,16 +22,16 @@ _GENERATIONS = (9, 10)
 
 
 Product = Callable[[int, Tensor], Tensor]
-"""Returns the product of rows and the matrix of a group."""
+"""Returns the product of some rows and the matrix of group `int`."""
 
 
 def masked_products(x: Tensor, weight: Tensor, group_ends: Tensor) -> Tensor:
-    """Multiply every row by the matrix of its group, in torch on any device and dtype; see `grouped_product`."""
+    """Return `grouped_product` of these arguments by torch operators, for any device and dtype."""
     return _masked(x.new_zeros(x.shape[0], weight.shape[1]), x, group_ends, lambda e, rows: F.linear(rows, weight[e]))
 
 
 def _masked(y: Tensor, x: Tensor, group_ends: Tensor, product: Product) -> Tensor:
-    """Return y with the products of all rows. It multiplies all rows by the matrices of all groups."""
+    """Return y (S, N) with each row set to the product of its group. All rows are multiplied by all matrices."""
     rows_S1 = torch.arange(x.shape[0], device=x.device).unsqueeze(1)
     for e in reversed(range(len(group_ends))):  # a row belongs to the first group that ends after it
         y = torch.where(rows_S1 < group_ends[e], product(e, x), y)
@@ -39,7 +39,7 @@ def _masked(y: Tensor, x: Tensor, group_ends: Tensor, product: Product) -> Tenso
 
 
 def _by_group(y: Tensor, x: Tensor, group_ends: Tensor, product: Product) -> Tensor:
-    """Return y with the products of all rows, computed group by group. CPU only, where reading ends does not wait."""
+    """As `_masked`, but multiplies only a group's rows, in place. CPU only: a GPU would wait for reading the ends."""
     start = 0
     for e, end in enumerate(group_ends.tolist()):
         if start < end:
@@ -94,7 +94,10 @@ _grouped_product = define_op(
 
 @operator("quantized", lambda x, ends, parts, scheme: x.new_empty(x.shape[0], parts[0].shape[1]))
 def quantized_grouped(x: Tensor, ends: Tensor, parts: Sequence[Tensor], scheme: str) -> Tensor:
-    """Return `grouped_product` of x (S, K) and quantised matrices (E, N, K), given as to `quantized_linear`."""
+    """Return `grouped_product` of x (S, K) and quantised matrices (E, N, K).
+
+    ends: its `group_ends`. parts, scheme: as for `quantized_linear`.
+    """
     y_SN = x.new_zeros(x.shape[0], parts[0].shape[1])
     form = _by_group if x.is_cpu else _masked
     return form(y_SN, x, ends, lambda e, rows: quantized_linear(rows, [each[e] for each in parts], scheme, None))
@@ -104,7 +107,7 @@ class GroupedProjection:
     """Grouped projection `x W_e^T`: rows x are sorted by group e, and W is (E, rows, columns)."""
 
     def __init__(self, weight: Tensor, device: torch.device | None = None) -> None:
-        """device: device of the memory that is allocated at the first read, for a weight on the `meta` device."""
+        """device: device for a weight on the `meta` device; its memory is allocated there at the first read."""
         self.stored: Tensor | None = weight
         """W in its plain layout, on the `meta` device before the first read; None if it is packed or quantised."""
         self.dtype, self._device = weight.dtype, device or weight.device
@@ -124,7 +127,7 @@ class GroupedProjection:
         return _by_group(y_SN, x, group_ends, lambda e, rows: self._packed[e](rows))
 
     def warm_up(self, most: int) -> None:
-        """Launch products of 1 and of up to `most` rows, so that their kernels are loaded."""
+        """Launch products of 1 to `most` rows, so that all their kernels are loaded."""
         held = self.quantized.codes if self.quantized is not None else self.stored
         if held is None or held.is_cpu or held.device != self._device:
             return
@@ -164,7 +167,7 @@ class GroupedProjection:
         self.stored = None
 
     def pack(self, *, recorded: bool = False) -> None:
-        """Pack the matrices if that is faster; not if `recorded`: CUDA graphs read group ends on the device."""
+        """Pack the matrices if that is faster, but not for CUDA graphs (`recorded`), which read ends on the device."""
         if self._packed or recorded:
             return
         if self.quantized is not None:

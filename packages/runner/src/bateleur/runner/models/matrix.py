@@ -26,7 +26,7 @@ class Projection:
     """Linear layer `x W^T + b`, with W (rows, columns) and b (rows,) or None. W may be packed or quantised."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None, device: torch.device | None = None) -> None:
-        """device: device of the memory that is allocated at the first read, for a weight on the `meta` device."""
+        """device: device for a weight on the `meta` device; its memory is allocated there at the first read."""
         self.stored: Tensor | None = weight
         """W in its plain layout, on the `meta` device before the first read; None if it is packed or quantised."""
         self._device = device or weight.device
@@ -88,7 +88,7 @@ class Projection:
         return made
 
     def tensors(self, name: str) -> dict[str, Tensor]:
-        """Return the weight under `name`, or codes and scales of quantised rows under names that begin with it."""
+        """Return the weight under `name`, or codes and scales of quantised rows under names that begin with `name`."""
         if self.pieces:
             held = [each.tensors(f"{name}.{each.first}.") for each in self.pieces]
             return {name: tensor for each in held for name, tensor in each.items()}
@@ -114,7 +114,7 @@ class Projection:
 
     @property
     def in_c(self) -> CProduct | None:
-        """Arguments for C kernels that call this product; None unless it is float32 in the layout of our C kernels."""
+        """Arguments for C kernels that call this product; None unless it is packed for C kernels and float32."""
         if self._native is None or self.dtype != torch.float32:
             return None
         packed = self._native
@@ -138,12 +138,12 @@ class Projection:
         """Replace the weight by a layout with faster CPU products, if there is one.
 
         With a C compiler, our C kernels multiply float32 and bfloat16 (`native`). Without, oneDNN multiplies float32;
-        the BLAS needs up to three times as long for more than one token (`benchmarks/layout.py`). With both, the bits
-        of a token do not depend on the batch (oneDNN: with AVX-512); the BLAS rounds by the number of tokens. oneDNN's
-        matrix has no address. Our layout stores float32 numbers that bfloat16 can represent, as in most checkpoints, in
-        half of the memory, with equal products.
+        the BLAS needs up to three times as long for more than one token (`benchmarks/layout.py`). With C kernels or
+        oneDNN (with AVX-512), the bits of a token do not depend on the batch; the BLAS rounds by the number of tokens.
+        oneDNN's matrix has no address. The C kernels' layout stores float32 numbers that bfloat16 can represent, as in
+        most checkpoints, in half of the memory, with equal products.
 
-        recorded: CUDA graphs will be captured over the projection.
+        recorded: CUDA graphs will be captured over the projection; then oneDNN is not used.
         """
         self.pieces = tuple(each.packed(self.dtype, recorded) for each in self.pieces)
         if self.stored is None:
@@ -167,7 +167,7 @@ class Rows:
 
     @property
     def end(self) -> int:
-        """Row after the last, counted in the projection."""
+        """Index in the projection of the row after the last."""
         return self.first + self.matrix.shape[0]
 
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
@@ -175,11 +175,11 @@ class Rows:
         return self.matrix.product(x, None if bias is None else bias[self.first : self.end])
 
     def weight(self, dtype: torch.dtype) -> Tensor:
-        """Return the rows of the weight, (N, K), in `dtype`. It is a copy if it is quantised or packed."""
+        """Return these rows of the weight, (N, K). Quantised or packed rows are copied and get `dtype`."""
         return self.matrix.weight if isinstance(self.matrix, Projection) else self.matrix.dequantize().to(dtype)
 
     def packed(self, dtype: torch.dtype, recorded: bool) -> Rows:
-        """Return the rows packed for C kernels that multiply tokens of `dtype`; unchanged without such a kernel."""
+        """Return the rows, packed if C kernels multiply tokens of `dtype` with them. recorded: see `Projection.pack`."""
         if isinstance(self.matrix, Projection):
             self.matrix.pack(recorded=recorded)
         if not isinstance(self.matrix, QuantizedMatrix):
@@ -216,7 +216,7 @@ def empty_projection(rows: int, columns: int, like: Tensor, *, bias: bool = Fals
 
 
 def allocated(weight: Tensor, device: torch.device) -> Tensor:
-    """Return the weight, or uninitialised memory for it on `device` if it is on another one (`meta`)."""
+    """Return the weight, or if it is not on `device` (but `meta`) uninitialised memory for it there."""
     if weight.device == device:
         return weight
     # `empty_like` would import torch's symbolic shapes

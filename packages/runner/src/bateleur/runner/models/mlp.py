@@ -1,4 +1,4 @@
-"""The base class of residual branches, and the feed-forward branch. Shapes: T tokens, M and F hidden and inner size."""
+"""The base class of residual branches, and the feed-forward branch. Shapes: T tokens, M hidden and F inner size."""
 
 import torch
 import torch.nn.functional as F
@@ -52,15 +52,15 @@ class Mlp(ResidualBranch):
 
 
 def activate(gate_up: Tensor, spec: MlpLayer | ExpertsLayer) -> Tensor:
-    """Return the activations (T, F) of gate_up (T, F), or of gate_up (T, 2F) with the gate in the left half."""
+    """Return activations (T, F) of gate_up (T, F), or if `spec.gated` of (T, 2F), with the gate in the left half."""
     return activation(gate_up, spec.intermediate_size, spec.activation, spec.gated)
 
 
 @operator("activation", lambda gate_up, size, name, gated: gate_up.new_empty(gate_up.shape[0], size), native="rows")
 def activation(gate_up: Tensor, size: int, name: str, gated: bool) -> Tensor:
-    """Return `act(gate_up)` (T, size), or `act(gate) * up` with the gate in the left half of gate_up (T, 2 size).
+    """Return `act(gate_up)` (T, size), or if gated `act(gate) * up`, with the gate in the left half of gate_up.
 
-    name: one of `Activation`.
+    gate_up: (T, size), or if gated (T, 2 size). name: the activation act, one of `Activation`.
     """
     inner_TF = gate_up[:, :size] if gated else gate_up
     if name == "clamped_swiglu":
@@ -76,5 +76,5 @@ def activation(gate_up: Tensor, size: int, name: str, gated: bool) -> Tensor:
 
 @operator("activation", lambda x, by, name: torch.empty_like(x, memory_format=torch.contiguous_format))
 def gate(x: Tensor, by: Tensor, name: str) -> Tensor:
-    """Return `x * act(by)` (T, F) of x and by (T, F). name: "silu", or else "sigmoid"."""
+    """Return `x * act(by)` for x and `by` (T, F). name: the activation act, "silu" or "sigmoid"."""
     return (F.silu(by) if name == "silu" else by.sigmoid()).mul_(x)

@@ -34,7 +34,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def add_rms_norm(
     h: Tensor, terms: Sequence[Tensor], factors: Sequence[float], weight: Tensor, eps: float, dtype: torch.dtype
 ) -> Tensor:
-    """Add `factor * term` to h for one or two terms, in place in h's dtype, and return the RMS norm of h in `dtype`.
+    """Add `factor * term` to h in place for one or two terms, in h's dtype, and return the RMS norm of h in `dtype`.
 
     h and terms (T, size); weight (size,) of `dtype`, or float32. Every sum is rounded, as if added one by one.
     """
@@ -53,7 +53,7 @@ class RMSNorm:
     """`y = x / sqrt(mean(x^2) + eps) * weight` over the last dimension, with the mean in float32."""
 
     def __init__(self, size: int, eps: float, like: Tensor, *, exact: bool = False) -> None:
-        """exact: use a float32 weight whatever the dtype. like: tensor with the model's dtype and device."""
+        """exact: the weight is float32, not of the model's dtype. like: tensor with the model's dtype and device."""
         self.weight = like.new_empty(size, dtype=torch.float32 if exact else like.dtype)
         self._eps = eps
 
@@ -62,7 +62,7 @@ class RMSNorm:
         return rms_norm(x, self.weight, self._eps)
 
     def of_sum(self, h: Tensor, terms: Sequence[Term], dtype: torch.dtype) -> Tensor:
-        """Add one or two terms to h (T, size) in place, and return the norm of h in `dtype`."""
+        """Add `factor * y` to h (T, size) in place for one or two terms (y, factor); return the norm of h in `dtype`."""
         added, factors = zip(*terms, strict=True)
         return add_rms_norm(h, added, factors, self.weight, self._eps, dtype)
 
@@ -103,8 +103,8 @@ class AllHeadsNorm(HeadNorm):
     def over_ranks(self, x: Tensor, queries: int, heads: tuple[int, int], ranks: Ranks) -> Tensor:
         """Return x (T, heads of this rank, size) normalised over the heads of all ranks.
 
-        queries: number of query heads in x. heads: numbers of query and key heads of the whole layer. Several ranks may
-        have the same key heads.
+        queries: number of query heads in x, which come before key heads. heads: query and key heads of the whole layer.
+        Several ranks may have the same key heads.
         """
         parts = [part.flatten(1).float() for part in (x[:, :queries], x[:, queries:])]
         sizes = [count * x.shape[2] for count in heads]
@@ -138,7 +138,7 @@ def gated_norm_over_ranks(
     norm_first: bool,
     ranks: Ranks,
 ) -> Tensor:
-    """Return the gated RMS norm with SiLU over elements that are divided among ranks; each rank has I of them.
+    """Return the RMS norm, gated by SiLU, of elements that are divided among ranks; each rank has I of them.
 
     x_TI, gate_TI: this rank's elements. weight (I,). of_groups: index of this rank's norm group, and number of groups.
     norm_first: whether the norm comes before the gate.

@@ -13,12 +13,12 @@ from bateleur.runner.models.spec import DeltaLayer, MambaLayer, ShortConvLayer
 
 
 class Recurrent(ResidualBranch):
-    """A residual branch with a mixer (convolution and recurrence) between its projections."""
+    """A residual branch with a convolution and a recurrence (`Mixer`) between its projections."""
 
     def __init__(
         self, state: Recurrence, like: Tensor, index: int, params: tuple[Tensor, ...], *, conv_bias: bool = False
     ) -> None:
-        """like: tensor with dtype and device. index: index in the state pool. params: parameters of the recurrence."""
+        """like: tensor with dtype and device. index: layer index in the state pool. params: recurrence parameters."""
         self._index = index
         conv = like.new_empty(state.conv_dim, state.conv_width)
         self.mixer = Mixer(state, conv, like.new_empty(state.conv_dim) if conv_bias else None, params)
@@ -31,7 +31,11 @@ class Recurrent(ResidualBranch):
         return found if mixer.conv_bias is None else found | {"conv_bias": mixer.conv_bias}
 
     def mix(self, step: LayerStep, channels_TC: Tensor, *gates: Tensor) -> Tensor:
-        """Run convolution and recurrence: (T, *output_shape). Piecewise CUDA graphs capture decodes, not prompts."""
+        """Return the recurrence's outputs (T, *output_shape), and advance its states.
+
+        channels_TC: inputs of the convolution. gates: inputs of the recurrence per token, such as dt, beta or decay.
+        Piecewise CUDA graphs capture decodes, not prompts.
+        """
         execution, context = step.execution, step.execution.state
         assert context.mamba is not None
         pieces = context.mamba.piecewise_decodes
@@ -56,7 +60,7 @@ class Mamba(Recurrent):
     """Mamba-2 between two projections. The first one computes z | x B C | dt, and z gates the norm of the output."""
 
     def __init__(self, spec: MambaLayer, like: Tensor, index: int, params: tuple[Tensor, ...]) -> None:
-        """like: (any, M). index: index in the state pool. params: A, D, dt_bias."""
+        """like: see `ResidualBranch`. index: layer index in the state pool. params: A, D, dt_bias."""
         state, hidden = spec.state, like.shape[1]
         super().__init__(state, like, index, params, conv_bias=spec.conv_bias)
         self.spec = spec
@@ -87,7 +91,7 @@ class Delta(Recurrent):
     """
 
     def __init__(self, spec: DeltaLayer, like: Tensor, index: int, params: tuple[Tensor, ...]) -> None:
-        """like: (any, M). index: index in the state pool. params: A, dt_bias."""
+        """like: see `ResidualBranch`. index: layer index in the state pool. params: A, dt_bias."""
         state, hidden, rank = spec.state, like.shape[1], spec.rank
         super().__init__(state, like, index, params)
         self.spec = spec

@@ -114,7 +114,8 @@ class ResidualStream:
 class ResidualLayer:
     """A layer of the residual stream: `h = h + sum(factor * branch(norm(h)))`. Branches are attention, MLP and others.
 
-    With `norm_last` a branch adds `norm(branch(h))`; with `output_norm` it adds `output_norm(branch(norm(h)))`.
+    `parts`: prefix of weight names, branch, and factor. With `norm_last` a branch adds `norm(branch(h))`; with
+    `output_norm` it adds `output_norm(branch(norm(h)))`.
     """
 
     name: str

@@ -16,7 +16,10 @@ from bateleur.runner.models.spec import RouterSpec
 
 
 def route(logits_TE: Tensor, spec: RouterSpec, top_k: int, correction_E: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Return weights (T, K) float32 and ids (T, K) int64 of the best experts. correction_E: added for the choice."""
+    """Return weights (T, K) float32 and ids (T, K) int64 of each token's `top_k` best experts.
+
+    correction_E: added to the scores for the choice, but not for the weights.
+    """
     sum_eps = spec.sum_eps if spec.normalised else None
     groups = [spec.num_groups, spec.top_groups]
     sigmoid = spec.scores == "sigmoid"
@@ -47,9 +50,11 @@ def route_tokens(
     scale: float,
     groups: Sequence[int],
 ) -> tuple[Tensor, Tensor]:
-    """Route tokens to experts, see `route`. The kernel prefers NaN, and the lower expert id of equal scores.
+    """Return weights and ids of each token's experts, see `route`.
 
-    sum_eps: added to the sum that divides weights; None: do not divide. groups: numbers of all and of chosen groups.
+    The Triton kernel prefers NaN, and the lower expert id of equal scores. sigmoid: scores are sigmoids of logits, else
+    softmax. scale: factor on weights. sum_eps: added to the sum that sigmoids are divided by; None: weights are
+    not divided by their sum. groups: numbers of all groups of experts and of chosen ones.
     """
     if sigmoid:
         scores_TE = logistic(logits)
@@ -104,7 +109,7 @@ def combine(y: Tensor, sorted_index: Tensor, weights: Tensor, shared: Tensor | N
 
     y (S, L): outputs of the sorted pairs of token and expert; sorted_index (S,) int64: sorted position of pair t * K +
     k; weights (T, K) float32; shared (T, L) and gate (T, 1) of y's dtype. The best expert is added first, so a token's
-    sum does not depend on other tokens. The kernel rounds once.
+    sum does not depend on other tokens. The Triton kernel rounds once.
     """
     y_TKL = y.index_select(0, sorted_index).view(*weights.shape, y.shape[1])
     return add_shared((y_TKL * weights.unsqueeze(-1)).sum(1).to(y.dtype), shared, gate)

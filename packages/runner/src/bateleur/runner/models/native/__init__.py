@@ -25,14 +25,14 @@ _kernels = partial(kernels, Path(__file__).parent / "linear.c", _SIGNATURES)
 
 
 def packs(weight: Tensor) -> bool:
-    """Return whether there is a kernel for W (N, K): float32, or bfloat16 with an even number of columns."""
+    """Return whether a C kernel exists for `weight` (N, K): float32, or bfloat16 with an even number of columns."""
     if weight.device.type != "cpu" or (weight.dtype, weight.dtype) not in _NAMES or not weight.numel():
         return False
     return weight.shape[1] % _columns(weight) == 0 and unavailable_reason() is None
 
 
 def narrowed(weight: Tensor) -> Tensor:
-    """Return W (N, K) in bfloat16 if that represents all its float32 numbers, as in bfloat16 checkpoints; else W."""
+    """Return `weight` in bfloat16 if that represents all its float32 numbers, as of bfloat16 files; else as it is."""
     if weight.dtype != torch.float32 or weight.shape[1] % 2:
         return weight
     parts = weight.view(torch.int32).split(1024)  # the first part decides for most
@@ -40,7 +40,7 @@ def narrowed(weight: Tensor) -> Tensor:
 
 
 def packed_bytes(rows: int, columns: int, dtype: torch.dtype, stored: torch.dtype) -> int | None:
-    """Return the bytes of W after packing; None if it is not packed. stored: dtype that represents its numbers."""
+    """Return the bytes of a packed weight; None if `pack` takes none. stored: dtype that holds its numbers exactly."""
     unpacked = (dtype == torch.bfloat16 and columns % 2) or not rows * columns
     if unpacked or (dtype, dtype) not in _NAMES or unavailable_reason() is not None:
         return None
@@ -51,14 +51,17 @@ def packed_bytes(rows: int, columns: int, dtype: torch.dtype, stored: torch.dtyp
 
 
 def describe_kernels(device: torch.device) -> str | None:
-    """Return which kernels a CPU uses, and why, for `bateleur info`; None for other devices."""
+    """Return a text for `bateleur info`: which kernels a CPU uses, and why. None for other devices."""
     if device.type != "cpu":
         return None
     return "compiled for this processor" if unavailable_reason() is None else f"torch's own: {unavailable_reason()}"
 
 
 def pack(weight: Tensor) -> Tensor:
-    """Return W (N, K) with padded rows of 0: float32 as (P, K, WIDTH, 1), bfloat16 as (P, K / 2, WIDTH, 2)."""
+    """Return W (N, K) in P panels of WIDTH rows, the last padded with zeros.
+
+    Shapes are (P, K, WIDTH, 1) for float32, and (P, K / 2, WIDTH, 2) for bfloat16.
+    """
     (rows, columns), width, together = weight.shape, panel_width(), _columns(weight)
     panels = -(-rows // width)
     packed = torch.empty(panels, columns // together, width, together, dtype=weight.dtype)
@@ -71,13 +74,13 @@ def pack(weight: Tensor) -> Tensor:
 
 
 def unpack(packed: Tensor, rows: int) -> Tensor:
-    """Return the plain matrix (N, K) of a packed one. rows: N."""
+    """Return the matrix (N, K) that `pack` packed. rows: N."""
     panels, pairs, width, together = packed.shape
     return packed.transpose(1, 2).reshape(panels * width, pairs * together)[:rows].contiguous()
 
 
 def packed_linear(x: Tensor, packed: Tensor, bias: Tensor | None, rows: int) -> Tensor:
-    """Return `x W^T + b` (T, N) of x (T, K), a packed W (N, K) and b (N,) or None, summed in float32, rounded once.
+    """Return `x W^T + b` (T, N) of x (T, K), W (N, K) from `pack` and b (N,) or None, summed in float32, rounded once.
 
     rows: N. x and b are float32, or all are bfloat16. Float32 x gets the same bits from a bfloat16 matrix as from its
     float32 copy. A token's bits do not depend on other tokens.
@@ -98,7 +101,7 @@ def packed_linear(x: Tensor, packed: Tensor, bias: Tensor | None, rows: int) -> 
 
 
 def address(packed: Tensor, dtype: torch.dtype) -> int:
-    """Return the address of the C function that multiplies tokens of `dtype` with this matrix."""
+    """Return the address of the C function that multiplies tokens of `dtype` with the matrix `packed`."""
     return entry(_kernels()[_NAMES[dtype, packed.dtype]])
 
 
@@ -106,7 +109,7 @@ _library = Library("bateleur", "FRAGMENT")
 
 
 def as_operator(form: F, fake: Callable[..., Tensor]) -> F:
-    """Return a C product as an operator that graphs record; otherwise it is called directly."""
+    """Return an operator that calls a C product (`form`): graphs record it. fake: returns a result of its shape."""
     return skip_dispatcher(define_op(_library, form, Implementations(form), mutates=(), fake=fake), form)
 
 
@@ -114,13 +117,13 @@ product = as_operator(packed_linear, lambda x, packed, bias, rows: x.new_empty(x
 
 
 def _columns(weight: Tensor) -> int:
-    """Return how many columns of W are interleaved in the packed layout."""
+    """Return how many columns of `weight` are interleaved in the packed layout."""
     return 2 if weight.dtype == torch.bfloat16 else 1
 
 
 @cache
 def panel_width() -> int:
-    """Return WIDTH, which depends on the processor."""
+    """Return the number of rows of a panel, WIDTH, which depends on the processor."""
     width = ctypes.c_int64()
     _kernels()["panel_width"](ctypes.addressof(width))
     return width.value

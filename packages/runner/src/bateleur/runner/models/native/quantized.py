@@ -24,7 +24,7 @@ _SIGNS = 0x88 - 0x100
 
 @dataclass(frozen=True, slots=True)
 class PackedMatrix:
-    """A quantised matrix (N, K) in the panel layout of the C kernels. Padding rows are zero."""
+    """A quantised matrix (N, K) in the layout of the C kernels: panels of WIDTH rows, the last padded with zeros."""
 
     scheme: Scheme
     shape: tuple[int, int]
@@ -74,7 +74,7 @@ class PackedMatrix:
         return values * _rows(self.scales, rows)[:, group]
 
     def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """Return `x W^T + b` (T, N) for float32 x (T, K)."""
+        """Return `x W^T + b` (T, N) for float32 x (T, K) and this matrix W."""
         rows, layout = self.shape[0], self.scheme.layout
         return product(x, self.codes, self.scales, self.zeros, bias, [rows, self.group, layout is Layout.I4])
 
@@ -103,7 +103,7 @@ product = as_operator(packed_quantized, lambda x, codes, scales, zeros, bias, si
 
 
 def _panels(rows: Tensor) -> Tensor:
-    """Return the panels (P, C, WIDTH) of a matrix (N, C), with zeros for the rows after the last."""
+    """Return the panels (P, C, WIDTH) of a matrix `rows` (N, C); the last panel is padded with zeros."""
     width = panel_width()
     padded = F.pad(rows, (0, 0, 0, -len(rows) % width))
     return padded.view(-1, width, rows.shape[1]).transpose(1, 2).contiguous()

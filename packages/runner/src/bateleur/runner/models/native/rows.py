@@ -19,14 +19,20 @@ _KINDS = {"relu2": 0, "silu": 1, "gelu_tanh": 2, "clamped_swiglu": 3}
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor | Unsupported:
-    """Return `models.norm.rms_norm` by a C kernel, for float32 or bfloat16 with dense rows."""
+    """Compute `models.norm.rms_norm` in C, with the same arguments and result.
+
+    Return `UNSUPPORTED` unless all tensors are float32 or bfloat16 with dense rows.
+    """
     return add_rms_norm(x, (), (), weight, eps, x.dtype)
 
 
 def add_rms_norm(
     h: Tensor, terms: Sequence[Tensor], factors: Sequence[float], weight: Tensor, eps: float, dtype: torch.dtype
 ) -> Tensor | Unsupported:
-    """Do `models.norm.add_rms_norm` by a C kernel, for terms of one dtype, and float32 or bfloat16 with dense rows."""
+    """Compute `models.norm.add_rms_norm` in C, with the same arguments and result.
+
+    Return `UNSUPPORTED` unless all tensors are float32 or bfloat16 with dense rows, and all terms have one dtype.
+    """
     if dtype not in _FLOATS or h.dim() != 2 or not all(map(_takes, (h, weight, *terms))):
         return UNSUPPORTED
     if len(terms) > 2 or len({each.dtype for each in terms}) > 1:
@@ -44,7 +50,10 @@ def add_rms_norm(
 
 
 def activation(gate_up: Tensor, size: int, name: str, gated: bool) -> Tensor | Unsupported:
-    """Return `models.mlp.activation` by a C kernel, for float32 or bfloat16 with dense rows."""
+    """Compute `models.mlp.activation` in C, with the same arguments and result.
+
+    Return `UNSUPPORTED` unless all tensors are float32 or bfloat16 with dense rows.
+    """
     if not _takes(gate_up):
         return UNSUPPORTED
     tokens = gate_up.shape[0]
