@@ -179,7 +179,7 @@ class Rows:
         return self.matrix.weight if isinstance(self.matrix, Projection) else self.matrix.dequantize().to(dtype)
 
     def packed(self, dtype: torch.dtype, recorded: bool) -> Rows:
-        """Return the rows, packed if C kernels multiply tokens of `dtype` with them. recorded: see `Projection.pack`."""
+        """Return rows, packed if C kernels multiply tokens of `dtype` by them. recorded: see `Projection.pack`."""
         if isinstance(self.matrix, Projection):
             self.matrix.pack(recorded=recorded)
         if not isinstance(self.matrix, QuantizedMatrix):

@@ -62,7 +62,7 @@ class RMSNorm:
         return rms_norm(x, self.weight, self._eps)
 
     def of_sum(self, h: Tensor, terms: Sequence[Term], dtype: torch.dtype) -> Tensor:
-        """Add `factor * y` to h (T, size) in place for one or two terms (y, factor); return the norm of h in `dtype`."""
+        """Add `factor * y` to h (T, size) in place for one or two terms (y, factor). Return the norm in `dtype`."""
         added, factors = zip(*terms, strict=True)
         return add_rms_norm(h, added, factors, self.weight, self._eps, dtype)
 

@@ -1,4 +1,7 @@
-"""Triton kernels of layers. Importing one of the modules imports Triton; importing this package does not."""
+"""Triton kernels of layers. Importing one of the modules imports Triton; importing this package does not.
+
+Kernel arguments `x_token` and `x_row` are the strides of x from token to token and from row to row.
+"""
 
 from torch import Tensor
 

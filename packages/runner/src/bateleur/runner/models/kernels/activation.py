@@ -19,9 +19,9 @@ def activation_kernel(
     gate_up_ptr, out_ptr, gate_up_token,
     SIZE: tl.constexpr, GATED: tl.constexpr, NAME: tl.constexpr, BLOCK_F: tl.constexpr,
 ):  # fmt: skip
-    """Compute `act(gate_up)` of a token, or `act(gate) * up` if GATED, in float32. NAME: one of `Activation`.
+    """Compute `act(gate_up)` of a token, or `act(gate) * up` if GATED, in float32. NAME: act, one of `Activation`.
 
-    Grid (tokens, tiles of elements). Occupancy on sm_90: at least 16 blocks per SM.
+    SIZE: elements of an output. Grid (tokens, tiles of SIZE). Occupancy on sm_90: at least 16 blocks per SM.
     """
     token = tl.program_id(0).to(tl.int64)
     f = tl.program_id(1) * BLOCK_F + tl.arange(0, BLOCK_F)
@@ -53,7 +53,7 @@ def gate_kernel(
 ):  # fmt: skip
     """Compute `x * silu(gate)`, or `x * sigmoid(gate)` unless SILU, of a token, in float32.
 
-    Grid (tokens, tiles of elements). Occupancy on sm_90: at least 16 blocks per SM.
+    SIZE: elements of a token. Grid (tokens, tiles of SIZE). Occupancy on sm_90: at least 16 blocks per SM.
     """
     token = tl.program_id(0).to(tl.int64)
     f = tl.program_id(1) * BLOCK_F + tl.arange(0, BLOCK_F)
@@ -74,7 +74,7 @@ def tile_options(size: int) -> dict[str, Any]:
 
 
 def activation(gate_up: Tensor, size: int, name: str, gated: bool) -> Tensor:
-    """Return `act(gate_up)` or `act(gate) * up` (T, size) by a Triton kernel, see `models.mlp.activation`."""
+    """Compute `models.mlp.activation` by a Triton kernel, with the same arguments and result."""
     require_adjacent(gate_up=gate_up)
     num_tokens = gate_up.shape[0]
     out = torch.empty(num_tokens, size, dtype=gate_up.dtype, device=gate_up.device)
@@ -86,7 +86,7 @@ def activation(gate_up: Tensor, size: int, name: str, gated: bool) -> Tensor:
 
 
 def gate(x: Tensor, by: Tensor, name: str) -> Tensor:
-    """Return `x * silu(by)` or `x * sigmoid(by)` by a Triton kernel, see `models.mlp.gate`."""
+    """Compute `models.mlp.gate` by a Triton kernel, with the same arguments and result."""
     require_adjacent(x=x, by=by)
     num_tokens, size = x.shape
     out = torch.empty(num_tokens, size, dtype=x.dtype, device=x.device)

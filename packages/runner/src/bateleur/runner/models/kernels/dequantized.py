@@ -1,7 +1,7 @@
 """Products of many tokens with quantised matrices: Triton kernels that dequantise a matrix once, then multiply.
 
-`kernels.quantized` would dequantise a tile of W again for every tile of tokens. Sums are added in its order. Legend:
-see there.
+`kernels.quantized` would dequantise a tile of W again for every tile of tokens. Both modules add sums in the same order
+and have the same legend.
 """
 
 from collections.abc import Mapping
@@ -23,7 +23,7 @@ BLOCK = 64
 
 @triton.jit
 def e4m3(bits):
-    """Convert bits of e4m3 to float32, by an instruction on GPUs from sm_89 on, else by moving bits."""
+    """Convert bits of float8 e4m3 to float32, by an instruction on GPUs from sm_89 on, else by shifting bits."""
     if cuda_capability_geq(8, 9):
         return bits.to(tl.float8e4nv, bitcast=True).to(tl.float32)
     wide = bits.to(tl.int16)
@@ -33,7 +33,10 @@ def e4m3(bits):
 
 @triton.jit
 def int4(codes, MIDDLE: tl.constexpr):
-    """Return low and high nibbles minus MIDDLE, via the last bits of 2^23 and 2^19: integer conversions are slow."""
+    """Return the low and the high nibbles of codes, minus MIDDLE, in float32.
+
+    Nibbles are put into the last bits of 2^23 and 2^19, because conversions of integers are slow.
+    """
     bits = codes.to(tl.int32)
     low, high = (bits & 0x0F) | 0x4B000000, (bits & 0xF0) | 0x49000000
     return low.to(tl.float32, bitcast=True) - (8388608.0 + MIDDLE), high.to(tl.float32, bitcast=True) - (
@@ -43,7 +46,7 @@ def int4(codes, MIDDLE: tl.constexpr):
 
 @triton.jit
 def e2m1(codes):
-    """Return 2^-14 times the numbers in the low and the high nibbles of codes, in float32."""
+    """Return 2^-14 times the e2m1 numbers in the low and in the high nibbles of codes, in float32."""
     bits = codes.to(tl.int32)
     bits |= bits << 12
     halves = ((bits << 12) & -0x7FFF8000) | ((bits << 9) & 0x0E000E00)
@@ -55,10 +58,11 @@ def e2m1(codes):
 def of_columns(row_N, k, first, group_K,
     GROUPS: tl.constexpr, GROUP: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Load scales or zeros for a tile of columns `k`, from `first` on, from rows of a table (N, groups of columns).
+    """Load the scales (or zeros) of a tile's rows for its columns k, which begin at `first`.
 
     The result is (N, columns), (N, groups) or (N, 1); `by_column` broadcasts it to (N, K).
-    GROUP: columns of a group; 0 reads the group of each column from group_K.
+    row_N: pointers to the first of GROUPS scales of each row. GROUP: columns of a scale; 0: group_K has the index of
+    each column's scale.
     """
     if GROUP == 0:
         return tl.load(row_N[:, None] + group_K[None, :])
@@ -71,7 +75,7 @@ def of_columns(row_N, k, first, group_K,
 
 @triton.jit
 def by_column(values_NK, table, GROUP: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Broadcast the result of `of_columns` to (N, K)."""
+    """Broadcast `table`, a result of `of_columns`, to (N, K), the shape of values_NK."""
     if GROUP == 0 or GROUP % BLOCK_K == 0:
         return table + tl.zeros_like(values_NK)
     else:
@@ -88,8 +92,9 @@ def weight_tile(
 ):  # fmt: skip
     """Return a tile (N, K) of dequantised weights, float32, whose columns begin at `first`.
 
-    Columns after the matrix's last have arbitrary finite values. Column k has group (k + START) // WIDTH, or index[k]
-    if INDEXED.
+    codes_N, scales_N, zeros_N: pointers to rows of `QuantizedMatrix`. factor_N1: row factors (F4). Constants: see
+    `quantized._constants`. Columns after the matrix's last have arbitrary finite values. Column k has scale group
+    (k + START) // WIDTH, or index[k] if INDEXED.
     """
     k = first + tl.arange(0, BLOCK_K)
     if LAYOUT == "I4" or LAYOUT == "F4" or LAYOUT == "MX4":
@@ -135,6 +140,7 @@ def dequantize_kernel(
 ):  # fmt: skip
     """Write a tile of dequantised weights to w (N, PADDED), with zeros after the last column.
 
+    Pointers: tensors of a `QuantizedMatrix`. Constants: ROWS is N; others see `quantized._constants`.
     Grid (tiles of rows, tiles of columns). Occupancy on sm_90: at least 4 blocks per SM.
     """
     n, first = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.program_id(1) * BLOCK_K
@@ -162,7 +168,8 @@ def dense_kernel(
     """Compute a tile of `x W^T + b` for dequantised w (N, PADDED). y: (T, N) with rows that are `y_row` apart.
 
     Grid (tiles of rows x tiles of tokens): BAND tiles of rows for all tokens are consecutive, so that they stay in
-    the L2 cache. Operands are read from shared memory, so products overlap, except where a part of PART columns ends.
+    the L2 cache. Operands are read from shared memory, so products overlap, except where a part of PART columns ends
+    (see `kernels.quantized`). ROWS is N; DEPTH: columns before padding.
     Occupancy on sm_90: at least 1 block per SM.
     """
     tiles_n: tl.constexpr = (ROWS + BLOCK_N - 1) // BLOCK_N
@@ -201,7 +208,10 @@ def tile_options() -> dict[str, Any]:
 
 
 def dequantize(matrix: QuantizedMatrix, constants: Mapping[str, Any], into: Tensor) -> None:
-    """Write the weights of a matrix (N, K) to `into` (N, PADDED), with zeros after the last column."""
+    """Write the weights of a matrix (N, K) to `into` (N, columns), with zeros after column K.
+
+    constants: from `quantized._constants`.
+    """
     rows, padded = into.shape
     block_k = 128 if constants["GROUP"] else 32  # loads of a scale for each column take registers
     dequantize_kernel[cdiv(rows, 64), cdiv(padded, block_k)](
@@ -219,7 +229,10 @@ def linear(
     bias: Tensor | None,
     y: Tensor,
 ) -> None:
-    """Write `x W^T + b` to y (T, N) for half precision x, WORKSPACE weights at once. parts: from `quantized.cut`."""
+    """Write `x W^T + b` to y (T, N) for half precision x. At most WORKSPACE weights are dequantised at once.
+
+    constants: from `quantized._constants`. parts: from `quantized.cut`.
+    """
     (tokens, columns), (rows, _), options = x.shape, matrix.shape, tile_options()
     padded = cdiv(columns, BLOCK) * BLOCK
     step = cdiv(cdiv(rows, cdiv(rows * padded, WORKSPACE)), 128) * 128

@@ -18,7 +18,10 @@ _FEW_ROWS = 32  # mean rows per group; below, tiles have the minimum height of t
 
 @triton.jit
 def rows_of_tile(ends_ptr, tile, GROUPS: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_E: tl.constexpr):
-    """Return the group of a tile of rows (GROUPS after the last), its first row, and the end of the group's rows."""
+    """Return the group of a tile of rows, the first row of the tile, and the end of the group's rows.
+
+    ends_ptr: end of the rows of each group. The group is GROUPS for tiles after the last one.
+    """
     e = tl.arange(0, BLOCK_E)
     end_E = tl.load(ends_ptr + e, mask=e < GROUPS, other=0)
     begin_E = tl.load(ends_ptr + e - 1, mask=(e > 0) & (e < GROUPS), other=0)
@@ -37,7 +40,7 @@ def grouped_kernel(
     BLOCK_S: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_E: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Compute a tile of the result: rows of x times the transpose of their group's matrix.
+    """Compute a tile of y: rows of x (num_rows, DEPTH) times the transpose of their group's matrix (COLUMNS, DEPTH).
 
     Grid (tiles of columns, tiles of rows). Occupancy on sm_90: at least 4 blocks per SM.
     """
@@ -69,7 +72,7 @@ def tile_options(num_rows: int, num_groups: int, dtype: torch.dtype) -> dict[str
 
 
 def grouped_products(x, weight, group_ends):
-    """Return each row of x times the transpose of its group's matrix, see `models.grouped.grouped_product`."""
+    """Compute `models.grouped.grouped_product` by a Triton kernel, with the same arguments and result."""
     (num_rows, depth), (groups, columns) = x.shape, weight.shape[:2]
     y = x.new_empty(num_rows, columns)
     options = tile_options(num_rows, groups, x.dtype)

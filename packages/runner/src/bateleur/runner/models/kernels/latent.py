@@ -1,4 +1,4 @@
-"""Joins keys and values of heads in MLA; a program computes some heads of a token. Legend: H heads, D head size."""
+"""Joins the parts of keys and values in MLA; a program computes some heads of a token. Legend: H heads, D head size."""
 
 from functools import cache
 from typing import Any
@@ -22,6 +22,7 @@ def join_kernel(
 ):  # fmt: skip
     """Write keys and values of some heads: k = own part | shared part | zeros, v = value | zeros.
 
+    KEY, SHARED, VALUE, HEAD_DIM: elements of the parts and of a result.
     Grid (tokens, tiles of heads). Occupancy on sm_90: at least 16 blocks per SM.
     """
     token, d = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK_D)[None, :]
@@ -45,7 +46,7 @@ def tile_options(heads: int, head_dim: int) -> dict[str, Any]:
 
 
 def join_heads(kv_up: Tensor, shared: Tensor, heads: int, key_dim: int, head_dim: int) -> tuple[Tensor, Tensor]:
-    """Return keys and values (T, H, D) by a Triton kernel, see `models.attention.join_heads`."""
+    """Compute `models.attention.join_heads` by a Triton kernel, with the same arguments and result."""
     require_adjacent(kv_up=kv_up, shared=shared)
     num_tokens = kv_up.shape[0]
     k, v = (torch.empty(num_tokens, heads, head_dim, dtype=kv_up.dtype, device=kv_up.device) for _ in range(2))

@@ -17,8 +17,9 @@ def shrink_kernel(
     x_ptr, a_ptr, slot_ptr, lanes_ptr, x_token, num_columns,
     RANK: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Compute `lanes[t] = a[slot] @ x[t]` (R float32 numbers) for the adapter slot of each token t; nothing for slot 0.
+    """Compute `lanes[t] = a[slot] @ x[t]` (RANK float32 numbers) for the adapter slot of a token t. Skip slot 0.
 
+    x_token: stride of x.
     Grid (tokens, tiles of the low rank). Occupancy on sm_90: at least 8 blocks per SM.
     """
     token = tl.program_id(0).to(tl.int64)
@@ -44,9 +45,10 @@ def expand_kernel(
     y_ptr, lanes_ptr, b_ptr, slot_ptr, y_token, num_rows,
     RANK: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    """Compute `y[t] += b[slot] @ lanes[t]` in float32, rounded once, for the adapter slot of each token t.
+    """Compute `y[t] += b[slot] @ lanes[t]` in float32, rounded once, for the adapter slot of a token t. Skip slot 0.
 
-    lanes: from `shrink_kernel`. Grid (tokens, tiles of rows). Occupancy on sm_90: at least 8 blocks per SM.
+    lanes: from `shrink_kernel`. y_token: stride of y.
+    Grid (tokens, tiles of rows). Occupancy on sm_90: at least 8 blocks per SM.
     """
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_ptr + token).to(tl.int64)
@@ -69,7 +71,7 @@ def expand_kernel(
 
 
 def add_lora(y: Tensor, x: Tensor, a: Tensor, b: Tensor, slots: Tensor) -> None:
-    """Add each token's adapter output to y in place, by two Triton kernels, see `models.lora.add_lora`."""
+    """Compute `models.lora.add_lora` by two Triton kernels, with the same arguments."""
     require_adjacent(y=y, x=x, a=a, b=b)
     num_tokens, (_, rank, num_columns), num_rows = len(x), a.shape, b.shape[1]
     lanes = torch.empty(num_tokens, rank, dtype=torch.float32, device=x.device)

@@ -21,7 +21,7 @@ def norm_kernel(
 ):  # fmt: skip
     """Add 0 to 2 TERMS (factor * y, z_factor * z) to the residual x of a token, store x, and write its RMS norm.
 
-    Grid (tokens,). Occupancy on sm_90: at least 3 blocks per SM.
+    SIZE: elements of a token. Grid (tokens,). Occupancy on sm_90: at least 3 blocks per SM.
     """
     token, m = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK_M)
     real = m < SIZE
@@ -47,7 +47,7 @@ def add_normed_kernel(
 ):  # fmt: skip
     """Compute `h += factor * rms_norm(y) * weight` for one token, in float32, rounded once.
 
-    Grid (tokens,). Occupancy on sm_90: at least 2 blocks per SM.
+    SIZE: elements of a token. Grid (tokens,). Occupancy on sm_90: at least 2 blocks per SM.
     """
     token, m = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK_M)
     real = m < SIZE
@@ -61,20 +61,20 @@ def add_normed_kernel(
 
 @cache
 def tile_options(size: int) -> dict[str, Any]:
-    """Return tile sizes and launch options of both norm kernels for tokens (size,)."""
+    """Return tile sizes and launch options of both norm kernels for tokens of `size` elements."""
     block = triton.next_power_of_2(size)
     return {"BLOCK_M": block, "num_warps": max(1, min(16, block // _LANES_A_WARP)), "enable_fp_fusion": True}
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Return the RMS norm of x (T, size) by a Triton kernel, see `bateleur.runner.models.norm.rms_norm`."""
+    """Compute `models.norm.rms_norm` by a Triton kernel, with the same arguments and result."""
     return add_rms_norm(x, (), (), weight, eps, x.dtype)
 
 
 def add_rms_norm(
     h: Tensor, terms: Sequence[Tensor], factors: Sequence[float], weight: Tensor, eps: float, dtype: torch.dtype
 ) -> Tensor:
-    """Add up to two terms to h in place and return its RMS norm, see `bateleur.runner.models.norm.add_rms_norm`."""
+    """Compute `models.norm.add_rms_norm` by a Triton kernel, with the same arguments and result; terms may be ()."""
     y, z = (*terms, h, h)[:2]
     factor, z_factor = (*factors, 1.0, 1.0)[:2]
     require_adjacent(x=h, y=y, z=z, weight=weight)
@@ -88,7 +88,7 @@ def add_rms_norm(
 
 
 def add_normed(h: Tensor, y: Tensor, factor: float, weight: Tensor, eps: float) -> None:
-    """Add `factor` times the RMS norm of y to h in place, see `bateleur.runner.models.norm.add_normed`."""
+    """Compute `models.norm.add_normed` by a Triton kernel, with the same arguments."""
     require_adjacent(h=h, y=y, weight=weight)
     num_tokens, size = h.shape
     strides = h.stride(0), y.stride(0)

@@ -36,6 +36,7 @@ def product_tile(
 ):  # fmt: skip
     """Return the product of a tile of W and a tile of tokens, (N, T) float32 sums over the columns [begin, end).
 
+    Pointers and constants: see `weight_tile`. x_T: pointers to tokens; real_T: False for padding.
     W is an operand in registers. Adding 0 to the sum makes Triton wait for the product before the next tile:
     Triton 3.6 would overwrite the operand of a running product (triton-lang/triton#9433), except in float32.
     """
@@ -61,10 +62,11 @@ def linear_kernel(
     PARTS: tl.constexpr, PART: tl.constexpr, APART: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
-    """Compute a tile of `x W^T + b` with dequantised W.
+    """Compute a tile of `x W^T + b` with dequantised W (ROWS, DEPTH).
 
-    Grid (tiles of rows of W, tiles of tokens, parts of columns). If APART, y (parts, T, N) float32 gets the sum of
-    each part, and `sum_kernel` adds them. Occupancy on sm_90: at least 1 block per SM.
+    Grid (tiles of rows of W, tiles of tokens, parts of columns). If APART, y (PARTS, T, N) float32 gets the sums over
+    PART columns each, and `sum_kernel` adds them. Other constants: see `_constants`.
+    Occupancy on sm_90: at least 1 block per SM.
     """
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     t = tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)
@@ -103,7 +105,7 @@ def linear_kernel(
 def sum_kernel(parts_ptr, bias_ptr, y_ptr, part_size, ROWS: tl.constexpr, PARTS: tl.constexpr, BLOCK_N: tl.constexpr):
     """Add the sums (PARTS, T, N) over parts of the columns in order, add the bias, and write y (T, N).
 
-    Occupancy on sm_90: at least 12 blocks per SM.
+    ROWS: N. part_size: T * N. Grid (tokens, tiles of rows). Occupancy on sm_90: at least 12 blocks per SM.
     """
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     at, real = tl.program_id(0).to(tl.int64) * ROWS + n, n < ROWS
@@ -122,8 +124,9 @@ def grouped_kernel(
     WIDTH: tl.constexpr, START: tl.constexpr, DIVIDES: tl.constexpr, EXPERTS: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
-    """Compute a tile of the product of rows of x and the dequantised matrix of their expert.
+    """Compute a tile of the product of rows of x and the dequantised matrix (ROWS, DEPTH) of their expert.
 
+    ends: end of each expert's rows of x. Constants: see `_constants`.
     Grid (tiles of rows of W, tiles of rows of x); see `kernels.grouped`. Occupancy on sm_90: at least 1 block per SM.
     """
     expert, first_row, end = rows_of_tile(ends_ptr, tl.program_id(1), EXPERTS, BLOCK_T, BLOCK_E)
@@ -148,7 +151,7 @@ def grouped_kernel(
 
 
 def tile_options(num_tokens: int, dtype: torch.dtype, group: int) -> dict[str, Any]:
-    """Return tile sizes and launch options, one of three sets by number of tokens. group: as in `_constants`.
+    """Return tile sizes and launch options, one of three sets by number of tokens. group: GROUP of `_constants`.
 
     All sets have the same BLOCK_K, because the rounding of sums depends on it.
     """
@@ -165,7 +168,7 @@ def tile_options(num_tokens: int, dtype: torch.dtype, group: int) -> dict[str, A
 
 
 def cut(rows: int, columns: int) -> tuple[int, int]:
-    """Return the number of parts that the columns of a matrix are cut into, and the columns of a part."""
+    """Return the number of parts that the columns of W (rows, columns) are cut into, and the columns of a part."""
     parts = max(1, min(_PROGRAMS // cdiv(rows, _ROWS), columns // _PART))
     size = cdiv(cdiv(columns, parts), _BLOCK) * _BLOCK
     return cdiv(columns, size), size
@@ -174,7 +177,9 @@ def cut(rows: int, columns: int) -> tuple[int, int]:
 def _constants(scheme: Scheme, columns: int, groups: int) -> dict[str, Any]:
     """Return the compile-time constants of `linear_kernel` and `grouped_kernel`.
 
-    GROUP is 0 unless the size of a scale group is a multiple or a divisor of the kernels' block of columns.
+    DEPTH: columns of a matrix. GROUPS: `groups`, the scale groups of a row. WIDTH, START: `group` and `start` of the
+    scheme. GROUP: WIDTH, if that is a multiple or a divisor of the kernels' block of columns and groups are regular;
+    a large number for one group; else 0.
     """
     width, start = (columns, 0) if groups == 1 else (scheme.group, scheme.start)
     one = groups == 1 and not scheme.indexed
@@ -184,7 +189,7 @@ def _constants(scheme: Scheme, columns: int, groups: int) -> dict[str, Any]:
 
 
 def quantized_linear(x, parts, scheme, bias):
-    """Return `x W^T + b` (T, N) for a quantised W in Triton, see `models.quantized.quantized_linear`."""
+    """Compute `models.quantized.quantized_linear` by Triton kernels, with the same arguments and result."""
     (tokens, columns), (rows, groups) = x.shape, parts[1].shape
     matrix, y = QuantizedMatrix.of(scheme, columns, parts), x.new_empty(tokens, rows)
     x = x if x.stride(1) == 1 else x.contiguous()
@@ -211,7 +216,7 @@ def quantized_linear(x, parts, scheme, bias):
 
 
 def quantized_grouped(x, ends, parts, scheme):
-    """Return each row of x times its group's quantised matrix, see `models.grouped.quantized_grouped`."""
+    """Compute `models.grouped.quantized_grouped` by a Triton kernel, with the same arguments and result."""
     (tokens, columns), (experts, rows, groups) = x.shape, parts[1].shape
     matrix, y = QuantizedMatrix.of(scheme, columns, parts), x.new_empty(tokens, rows)
     constants, many = _constants(matrix.scheme, columns, groups), tokens >= _LEAST * experts

@@ -22,7 +22,10 @@ _NONE = tl.constexpr(-(2**63))  # below every key
 
 @triton.jit
 def _keys(x, number, COUNT: tl.constexpr):
-    """Return distinct int64 sort keys in the order of x, NaN largest. Of equal x, the lower number has the larger."""
+    """Return distinct int64 sort keys in order of x, NaN largest. Of equal x, the lower number has the larger key.
+
+    number: index of each x, below COUNT.
+    """
     bits = x.to(tl.int32, bitcast=True)
     bits = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
     bits = tl.where(x == x, bits, 0x7FFFFFFF)
@@ -36,7 +39,10 @@ def _sigmoid(x):
 
 @triton.jit
 def _of_best_groups(key_GP, choice_GP, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, BLOCK_G: tl.constexpr):
-    """Return the sort keys of experts in the groups with the largest sums of two best scores, else the lowest key."""
+    """Return key_GP in the TOP_GROUPS groups with the largest sums of their two best scores, else the lowest key.
+
+    key_GP: sort keys of the scores choice_GP.
+    """
     best_G1 = tl.max(key_GP, 1)[:, None]
     rest_GP = tl.where(key_GP == best_G1, _NONE, key_GP)
     two_GP = (key_GP == best_G1) | (rest_GP == tl.max(rest_GP, 1)[:, None])
@@ -58,7 +64,8 @@ def route_kernel(
 ):  # fmt: skip
     """Choose a token's TOP_K experts one after the other, and compute their weights from their logits.
 
-    Grid (tokens,). Occupancy on sm_90: at least 28 blocks per SM.
+    GROUPS, TOP_GROUPS: number of groups of experts, and of chosen ones.
+    Other arguments: see `models.router.route_tokens`. Grid (tokens,). Occupancy on sm_90: at least 28 blocks per SM.
     """
     token, k = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK_K)
     SIZE: tl.constexpr = EXPERTS // GROUPS
@@ -100,9 +107,10 @@ def sort_kernel(
     experts_ptr, token_ptr, sorted_index_ptr, ends_ptr, num_pairs,
     TOP_K: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
-    """Sort (token, expert) pairs by expert: write tokens and positions of one expert's pairs, and their end.
+    """Sort (token, expert) pairs by expert: write the tokens and sorted positions of one expert's pairs, and their end.
 
-    A program counts the pairs of lower experts, then writes those of its own expert in order. Grid (experts,).
+    experts_ptr: expert of each pair, TOP_K per token. A program counts the pairs of lower experts, then writes those of
+    its own expert in order. Grid (experts,).
     Occupancy on sm_90: at least 5 blocks per SM.
     """
     own, s = tl.program_id(0), tl.arange(0, BLOCK_S)
@@ -131,7 +139,8 @@ def combine_kernel(
 ):  # fmt: skip
     """Compute a tile of a token's weighted sum over its experts, plus the shared expert (times sigmoid of a gate).
 
-    Sums are float32, the best expert first, and rounded once. Grid (tokens, tiles of L).
+    Tensors: see `models.router.combine`. SIZE is L. Sums are float32, the best expert first, and rounded once.
+    Grid (tokens, tiles of L).
     Occupancy on sm_90: at least 11 blocks per SM.
     """
     token, lane = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK_L + tl.arange(0, BLOCK_L)
@@ -162,7 +171,7 @@ COMBINE_OPTIONS: dict[str, Any] = {"BLOCK_L": _TILE_LANES, "num_warps": 2, "enab
 
 
 def route_tokens(logits, correction, top_k, sigmoid, sum_eps, scale, groups):
-    """Return weights and ids of each token's experts by a Triton kernel, see `models.router.route_tokens`."""
+    """Compute `models.router.route_tokens` by a Triton kernel, with the same arguments and result."""
     other = logits if correction is None else correction
     require_adjacent(logits=logits, correction=other)
     num_tokens, experts = logits.shape
@@ -178,7 +187,7 @@ def route_tokens(logits, correction, top_k, sigmoid, sum_eps, scale, groups):
 
 
 def sort_places(experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Sort (token, expert) pairs by expert in one Triton launch, see `models.router.sort_places`."""
+    """Compute `models.router.sort_places` in one Triton launch, with the same arguments and result."""
     experts = experts.contiguous()
     tokens, sorted_index = torch.empty(2, experts.numel(), dtype=torch.int64, device=experts.device).unbind()
     ends = torch.empty(num_experts, dtype=torch.int32, device=experts.device)
@@ -189,7 +198,7 @@ def sort_places(experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tens
 
 
 def combine(y: Tensor, sorted_index: Tensor, weights: Tensor, shared: Tensor | None, gate: Tensor | None) -> Tensor:
-    """Return the weighted sum of each token's experts by a Triton kernel, see `models.router.combine`."""
+    """Compute `models.router.combine` by a Triton kernel, with the same arguments and result."""
     added, factor = y if shared is None else shared, y if gate is None else gate
     require_adjacent(y=y, shared=added, sorted_index=sorted_index, weights=weights)
     (num_tokens, top_k), size = weights.shape, y.shape[1]
