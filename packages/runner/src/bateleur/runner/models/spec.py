@@ -136,7 +136,7 @@ class RouterSpec:
 class ExpertsLayer:
     """Describes a mixture of experts: a token takes `top_k` of many MLPs, weighted by a router, and maybe a shared MLP.
 
-    Tokens may be projected to `latent_size` for the experts. `own`: range of the experts that this rank has.
+    Tokens may be projected to `latent_size` for the experts. `own`: range of this rank's experts; None: all.
     """
 
     num_experts: int
@@ -156,7 +156,6 @@ class ExpertsLayer:
     """Width of the experts if tokens are projected to it and back; None: the hidden size."""
     latent_bias: bool = False
     own: tuple[int, int] | None = None
-    """In a rank's part: range of its experts; None: all."""
 
     def __post_init__(self) -> None:
         _positive(self, "num_experts", "top_k", "intermediate_size")
@@ -228,10 +227,7 @@ class DeltaLayer(RecurrentLayer):
 
 @dataclass(frozen=True, slots=True)
 class ShortConvLayer(RecurrentLayer):
-    """Describes a short convolution between two gates: `out(C * conv(B * x))`.
-
-    B, C and x are projections of the token, as wide as the residual stream.
-    """
+    """Describes `out(C * conv(B * x))`, a short convolution. B, C, x: projections as wide as the residual stream."""
 
     state: ShortConv
     bias: bool = False
