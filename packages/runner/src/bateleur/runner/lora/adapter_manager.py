@@ -209,8 +209,8 @@ class AdapterManager:
     def assign(self, waiting: Sequence[str]) -> list[int]:
         """Give slots to requests that wait, first come, first served. Returns the slot of each; 0 if it still waits.
 
-        waiting: adapter name of each request, in service order. After a request that still waits, no later request gets
-        the least recently used adapter. So the slot of that adapter becomes free, and no request waits forever.
+        waiting: adapter name of each request, in service order. If a request must still wait, no later one gets the
+        least recently used adapter. So the slot of that adapter becomes free, and no request waits forever.
         """
         slots, blocked = list[int](), False
         for name in waiting:

@@ -75,7 +75,7 @@ class LayerStep:
         return self.execution.state.backend.fuses_norm
 
     def attend(self, run: Callable[..., Tensor], index: int, *tensors: Tensor) -> Tensor:
-        """Return `run(context, *tensors)`, the attention of attention layer `index`, for the step's `StepContext`.
+        """Return `run(context, *tensors)` for the step's `StepContext`: the attention of attention layer `index`.
 
         If the backend accepts upper bounds in place of exact lengths, `run` is captured in the CUDA graph, and
         gets the layer's work list as `work`. Otherwise it runs eagerly, between the pieces of a piecewise CUDA graph.

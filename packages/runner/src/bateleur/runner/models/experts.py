@@ -80,7 +80,7 @@ class Experts(ResidualBranch):
         return y_SL.add_(self.down_proj.bias.index_select(0, expert_S))
 
     def _of_all_ranks(self, exchange: ExpertParallel, x_TL: Tensor, weights_TK: Tensor, experts_TK: Tensor) -> Tensor:
-        """Return the weighted sum (T, L) of each token's experts. Its own experts run for tokens of all ranks."""
+        """Return the weighted sum (T, L) of each token's experts. Experts here run for tokens of all ranks."""
         assert self.spec.own is not None
         x_AL, weights_AK, experts_AK = exchange.gather(x_TL, weights_TK, experts_TK)
         (first, end), count = self.spec.own, self.spec.num_own

@@ -26,12 +26,12 @@ Product = Callable[[int, Tensor], Tensor]
 
 
 def masked_products(x: Tensor, weight: Tensor, group_ends: Tensor) -> Tensor:
-    """Return `grouped_product` of these arguments by torch operators, for any device and dtype."""
+    """Compute `grouped_product` by torch operators on any device and dtype, with the same arguments and result."""
     return _masked(x.new_zeros(x.shape[0], weight.shape[1]), x, group_ends, lambda e, rows: F.linear(rows, weight[e]))
 
 
 def _masked(y: Tensor, x: Tensor, group_ends: Tensor, product: Product) -> Tensor:
-    """Return y (S, N) with each row set to the product of its group. All rows are multiplied by all matrices."""
+    """Return y (S, N) with each row set to its row of `product(e, x)` for its group e. Computes it for all groups."""
     rows_S1 = torch.arange(x.shape[0], device=x.device).unsqueeze(1)
     for e in reversed(range(len(group_ends))):  # a row belongs to the first group that ends after it
         y = torch.where(rows_S1 < group_ends[e], product(e, x), y)
@@ -39,7 +39,7 @@ def _masked(y: Tensor, x: Tensor, group_ends: Tensor, product: Product) -> Tenso
 
 
 def _by_group(y: Tensor, x: Tensor, group_ends: Tensor, product: Product) -> Tensor:
-    """As `_masked`, but multiplies only a group's rows, in place. CPU only: a GPU would wait for reading the ends."""
+    """Do `_masked` in place, with only a group's rows in a product. CPU only: it reads `group_ends` on the host."""
     start = 0
     for e, end in enumerate(group_ends.tolist()):
         if start < end:

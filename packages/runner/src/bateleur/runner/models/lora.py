@@ -27,9 +27,9 @@ _UNADAPTED = ("router_proj", "shared_gate_proj", "latent_in_proj", "latent_out_p
 
 
 def is_adaptable(weight: str) -> bool:
-    """Return whether a LoRA adapter may change the weight of this name: that of a projection of a layer.
+    """Return whether a LoRA adapter may change the weight of this name: that of a layer's projection.
 
-    Excluded are routers, shared gates and latents of experts. The name does not show matrices of single experts.
+    Routers, shared gates and latents of experts are excluded. Experts' matrices have the names of an MLP's: callers exclude them.
     """
     name = weight.rpartition(".")[2]
     return weight.startswith("layers.") and name.endswith("_proj") and name not in _UNADAPTED

@@ -216,7 +216,7 @@ def empty_projection(rows: int, columns: int, like: Tensor, *, bias: bool = Fals
 
 
 def allocated(weight: Tensor, device: torch.device) -> Tensor:
-    """Return the weight, or if it is not on `device` (but `meta`) uninitialised memory for it there."""
+    """Return the weight if it is on `device`; else (on `meta`) uninitialised memory for it on `device`."""
     if weight.device == device:
         return weight
     # `empty_like` would import torch's symbolic shapes

@@ -48,9 +48,8 @@ class AttentionLayer:
     of_heads: tuple[int, int] | None = None
     """In a rank's part with whole norms: heads of queries and of keys in the whole layer."""
     k_scales: tuple[float, ...] = ()
-    """Scale of each key head in an FP8 cache, from the checkpoint. () if it has none: 1.0."""
     v_scales: tuple[float, ...] = ()
-    """Scale of each value head in an FP8 cache, likewise."""
+    """Scale of each key or value head in an FP8 cache, from the checkpoint. () if it has none: 1.0."""
 
     def __post_init__(self) -> None:
         _positive(self, "num_heads", "num_kv_heads", "head_dim")
@@ -105,7 +104,7 @@ class RouterSpec:
 
     softmax: choose the experts with the largest logits. sigmoid: choose the experts with the largest scores, optionally
     with a correction (`e_score_correction_bias`) added for the choice, and only out of the `top_groups` best groups.
-    Weights are softmax or sigmoid scores, divided by their sum if `normalised`, then multiplied by `scale`.
+    Weights are softmax or sigmoid scores, divided by their sum (plus `sum_eps`) if `normalised`, and times `scale`.
     """
 
     scores: Scores = "softmax"
@@ -276,8 +275,9 @@ def parts_of(layer: Layer) -> tuple[SingleLayer, ...]:
 class ModelSpec:
     """Describes a decoder-only model of attention, MLP, experts and recurrent branches.
 
-    Embeddings are multiplied by `embedding_multiplier`, and branch outputs by `residual_multiplier`. Logits are divided
-    by `logits_divisor`. `foreign_tokens` are placeholders of images and videos, which are not supported.
+    Embeddings are multiplied by `embedding_multiplier` (rounded to the model's dtype if `rounds_multiplier`), branch
+    outputs by `residual_multiplier`. Logits are divided by `logits_divisor`. `foreign_tokens`: placeholders of images,
+    not supported. `exact_norms`: norms have float32 weights. `branches_per_layer`: entries of `layers` per model layer.
     """
 
     architecture: str
@@ -340,7 +340,7 @@ class ModelSpec:
 
     @property
     def has_length_dependent_rope(self) -> bool:
-        """Whether keys depend on the length of the prompt, not only on their position."""
+        """Whether rotated keys depend on the length of the prompt, not only on their position."""
         return any(layer.rope is not None and layer.rope.beyond is not None for layer in self.attention)
 
     def rope_length(self, prompt_len: int) -> int:

@@ -35,7 +35,7 @@ def e4m3(bits):
 def int4(codes, MIDDLE: tl.constexpr):
     """Return the low and the high nibbles of codes, minus MIDDLE, in float32.
 
-    Nibbles are put into the last bits of 2^23 and 2^19, because conversions of integers are slow.
+    Nibbles become the last bits of the floats 2^23 and 2^19, because conversions of integers are slow.
     """
     bits = codes.to(tl.int32)
     low, high = (bits & 0x0F) | 0x4B000000, (bits & 0xF0) | 0x49000000

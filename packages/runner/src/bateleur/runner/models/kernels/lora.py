@@ -19,8 +19,7 @@ def shrink_kernel(
 ):  # fmt: skip
     """Compute `lanes[t] = a[slot] @ x[t]` (RANK float32 numbers) for the adapter slot of a token t. Skip slot 0.
 
-    x_token: stride of x.
-    Grid (tokens, tiles of the low rank). Occupancy on sm_90: at least 8 blocks per SM.
+    x_token: stride of x. Grid (tokens, tiles of RANK). Occupancy on sm_90: at least 8 blocks per SM.
     """
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_ptr + token).to(tl.int64)
@@ -47,8 +46,7 @@ def expand_kernel(
 ):  # fmt: skip
     """Compute `y[t] += b[slot] @ lanes[t]` in float32, rounded once, for the adapter slot of a token t. Skip slot 0.
 
-    lanes: from `shrink_kernel`. y_token: stride of y.
-    Grid (tokens, tiles of rows). Occupancy on sm_90: at least 8 blocks per SM.
+    lanes: from `shrink_kernel`. Grid (tokens, tiles of rows). Occupancy on sm_90: at least 8 blocks per SM.
     """
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_ptr + token).to(tl.int64)

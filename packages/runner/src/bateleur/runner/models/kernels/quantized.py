@@ -178,8 +178,8 @@ def _constants(scheme: Scheme, columns: int, groups: int) -> dict[str, Any]:
     """Return the compile-time constants of `linear_kernel` and `grouped_kernel`.
 
     DEPTH: columns of a matrix. GROUPS: `groups`, the scale groups of a row. WIDTH, START: `group` and `start` of the
-    scheme. GROUP: WIDTH, if that is a multiple or a divisor of the kernels' block of columns and groups are regular;
-    a large number for one group; else 0.
+    scheme, or `columns` and 0 for one group. GROUP: a large number for one group; WIDTH if that is a multiple or a
+    divisor of the kernels' block of columns, and groups are regular; else 0.
     """
     width, start = (columns, 0) if groups == 1 else (scheme.group, scheme.start)
     one = groups == 1 and not scheme.indexed

@@ -110,8 +110,7 @@ def sort_kernel(
     """Sort (token, expert) pairs by expert: write the tokens and sorted positions of one expert's pairs, and their end.
 
     experts_ptr: expert of each pair, TOP_K per token. A program counts the pairs of lower experts, then writes those of
-    its own expert in order. Grid (experts,).
-    Occupancy on sm_90: at least 5 blocks per SM.
+    its own expert in order. Grid (experts,). Occupancy on sm_90: at least 5 blocks per SM.
     """
     own, s = tl.program_id(0), tl.arange(0, BLOCK_S)
     below_S, mine_S = tl.zeros([BLOCK_S], tl.int32), tl.zeros([BLOCK_S], tl.int32)
@@ -140,8 +139,7 @@ def combine_kernel(
     """Compute a tile of a token's weighted sum over its experts, plus the shared expert (times sigmoid of a gate).
 
     Tensors: see `models.router.combine`. SIZE is L. Sums are float32, the best expert first, and rounded once.
-    Grid (tokens, tiles of L).
-    Occupancy on sm_90: at least 11 blocks per SM.
+    Grid (tokens, tiles of L). Occupancy on sm_90: at least 11 blocks per SM.
     """
     token, lane = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK_L + tl.arange(0, BLOCK_L)
     real = lane < SIZE

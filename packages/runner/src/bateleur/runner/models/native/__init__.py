@@ -40,7 +40,7 @@ def narrowed(weight: Tensor) -> Tensor:
 
 
 def packed_bytes(rows: int, columns: int, dtype: torch.dtype, stored: torch.dtype) -> int | None:
-    """Return the bytes of a packed weight; None if `pack` takes none. stored: dtype that holds its numbers exactly."""
+    """Return the bytes of a weight after `pack`; None if it can't be packed. stored: dtype that holds its numbers."""
     unpacked = (dtype == torch.bfloat16 and columns % 2) or not rows * columns
     if unpacked or (dtype, dtype) not in _NAMES or unavailable_reason() is not None:
         return None
@@ -109,7 +109,7 @@ _library = Library("bateleur", "FRAGMENT")
 
 
 def as_operator(form: F, fake: Callable[..., Tensor]) -> F:
-    """Return an operator that calls a C product (`form`): graphs record it. fake: returns a result of its shape."""
+    """Return a C product (`form`) as an operator that graphs record; else it is called directly. fake: shape function."""
     return skip_dispatcher(define_op(_library, form, Implementations(form), mutates=(), fake=fake), form)
 
 
