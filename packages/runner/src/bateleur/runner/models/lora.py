@@ -27,9 +27,10 @@ _UNADAPTED = ("router_proj", "shared_gate_proj", "latent_in_proj", "latent_out_p
 
 
 def is_adaptable(weight: str) -> bool:
-    """Return whether a LoRA adapter may change the weight of this name: that of a layer's projection.
+    """Return whether a LoRA adapter may change the weight of this name.
 
-    Routers, shared gates and latents of experts are excluded. Experts' matrices have the names of an MLP's: callers exclude them.
+    It may if it is a layer's projection, except routers, shared gates and latents of experts. Callers exclude the
+    experts' own matrices, because these have the names of an MLP's.
     """
     name = weight.rpartition(".")[2]
     return weight.startswith("layers.") and name.endswith("_proj") and name not in _UNADAPTED

@@ -109,7 +109,7 @@ _library = Library("bateleur", "FRAGMENT")
 
 
 def as_operator(form: F, fake: Callable[..., Tensor]) -> F:
-    """Return a C product (`form`) as an operator that graphs record; else it is called directly. fake: shape function."""
+    """Return a C product (`form`) as an operator that graphs record. Else it is called directly. fake: for shapes."""
     return skip_dispatcher(define_op(_library, form, Implementations(form), mutates=(), fake=fake), form)
 
 
