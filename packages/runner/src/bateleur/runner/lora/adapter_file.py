@@ -70,7 +70,7 @@ def read_adapter(
 
 
 def _read_modules(file: Path, prefixes: Prefixes) -> tuple[dict[str, dict[str, Tensor]], dict[str, str], list[str]]:
-    """Return the tensors `A` and `B` of each module, each module's name in the file, and error texts."""
+    """Return `A` and `B` of each module, each module's name in the file, and errors. prefixes: see `read_adapter`."""
     modules: dict[str, dict[str, Tensor]] = {}
     stored: dict[str, str] = {}
     problems: list[str] = []

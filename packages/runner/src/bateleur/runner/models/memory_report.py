@@ -78,8 +78,8 @@ def packed_weight_bytes(
 ) -> int:
     """Return the bytes of all weights of `model` after `HybridDecoder.pack` for `device`.
 
-    stored: dtype of the checkpoint. C kernels store a matrix in bfloat16 if that represents its numbers, and a tied
-    output projection is a copy of the embedding. recorded: whether CUDA graphs are captured over the model.
+    stored: dtype of the checkpoint. C kernels store a matrix in bfloat16 if that represents its numbers. A packed
+    output projection that is tied to the embedding is a second copy. recorded: whether CUDA graphs are captured.
     """
     held = sum(weight.nbytes for weight in model.weights().values())
     if device.type != "cpu" or unavailable_reason() is not None:

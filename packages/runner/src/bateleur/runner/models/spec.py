@@ -23,8 +23,8 @@ Scores = Literal["softmax", "sigmoid"]
 class AttentionLayer:
     """Describes causal grouped-query attention, or a rank's part of it.
 
-    `qk_norm_eps` and `qk_norm_whole` describe norms of queries and keys. In a part, `of_heads` has the numbers of query
-    and key heads in the whole layer, which whole norms need. `k_scales` and `v_scales` are for an FP8 KV cache.
+    `qk_norm_eps` and `qk_norm_whole` (over all heads of a token) describe norms of queries and keys. With the latter,
+    a part has in `of_heads` the whole layer's query and key heads. `k_scales`, `v_scales`: for an FP8 KV cache.
     """
 
     num_heads: int

@@ -22,7 +22,7 @@ def join_kernel(
 ):  # fmt: skip
     """Write keys and values of some heads: k = own part | shared part | zeros, v = value | zeros.
 
-    KEY, SHARED, VALUE, HEAD_DIM: elements of the parts and of a result.
+    KEY, SHARED: elements of the own and the shared part of a key. VALUE: of a value. HEAD_DIM: of each result.
     Grid (tokens, tiles of heads). Occupancy on sm_90: at least 16 blocks per SM.
     """
     token, d = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK_D)[None, :]

@@ -179,7 +179,7 @@ def _constants(scheme: Scheme, columns: int, groups: int) -> dict[str, Any]:
 
     DEPTH: columns of a matrix. GROUPS: `groups`, the scale groups of a row. WIDTH, START: `group` and `start` of the
     scheme, or `columns` and 0 for one group. GROUP: a large number for one group; WIDTH if that is a multiple or a
-    divisor of the kernels' block of columns, and groups are regular; else 0.
+    divisor of the kernels' block of columns, START is 0 and groups are not indexed; else 0.
     """
     width, start = (columns, 0) if groups == 1 else (scheme.group, scheme.start)
     one = groups == 1 and not scheme.indexed
