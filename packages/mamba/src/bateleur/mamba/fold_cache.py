@@ -1,4 +1,4 @@
-"""Runs recurrent layers without an engine, under the policy FOLD (a saved state and a ring of later inputs).
+"""Runs recurrent layers without an engine, state policy FOLD (a saved state and a ring of later inputs).
 
 Only the public planners and operators are used. An engine with persistent buffers or graphs calls them itself.
 """
@@ -26,7 +26,11 @@ def step_metadata(
     chunker: PrefillChunker, plan: SlotPlan | ReplayPlan, table: Tensor, request_row: Tensor, computed: Tensor,
     query_lens: Sequence[int], first: int,
 ) -> MambaMetadata:  # fmt: skip
-    """Return the metadata of a step whose prefills start at row `first`; arguments as in `FoldCache.step`."""
+    """Return the metadata of a step whose prefills start at row `first`.
+
+    chunker: splits the prefills. plan: result of the planner. request_row: (R,) rows of the `RequestStates`. The
+    others: as in `FoldCache.step`.
+    """
     starts, chunks = np.add.accumulate([0, *query_lens], dtype=np.int32), PrefillChunks.empty(table.device)
     if first < len(query_lens):
         before = computed[first:].int().cpu().numpy()
@@ -37,7 +41,7 @@ def step_metadata(
 
 
 class FoldCache:
-    """States of several layers under FOLD: saved states in slots, rings of later inputs, and `RequestStates`.
+    """States of several layers, state policy FOLD: saved states in slots, rings of later inputs, and `RequestStates`.
 
     The caller owns the block table. It has a row per request, and column c holds the slot of the state after at most
     (c + 1) * block_size tokens. When a request has passed the end of a block, the slot is only read, and other requests
@@ -131,7 +135,7 @@ class FoldCache:
         return FoldStep(self, meta, computed)
 
     def _flush_rings(self, table: Tensor, rows: Tensor, computed: Tensor) -> None:
-        """Add the rings of prefills that decoded before to their saved states, because a scan reads only these."""
+        """Add the ring of each prefill that decoded before to its saved state, because a scan reads no ring."""
         carried, one = self.states.gather(rows), torch.ones_like(rows)
         plan = plan_replay(self.layout, table, computed, one, carried.base, carried.accepted)
         filled, size = plan.ring_len > 0, self.layout.block_size

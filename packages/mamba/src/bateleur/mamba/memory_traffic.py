@@ -15,12 +15,12 @@ from bateleur.mamba.spec import CacheLayout, StatePolicy
 
 
 def window_bytes(spec: Recurrence, entries: int) -> int:
-    """Return the bytes of `entries` inputs of the convolution."""
+    """Return the bytes of the convolution's inputs for `entries` tokens."""
     return entries * spec.conv_dim * spec.conv_dtype.itemsize
 
 
 def conv_update_bytes(spec: Recurrence, tokens: int) -> int:
-    """Return the bytes of `causal_conv1d_update`: conv window read and written, inputs and outputs."""
+    """Return the bytes of `causal_conv1d_update` for `tokens` tokens: conv window read and written, inputs, outputs."""
     window = spec.conv_width - 1
     return window_bytes(spec, window + (window - 1 + tokens) + 2 * tokens)
 
@@ -39,7 +39,7 @@ def state_update_bytes(spec: Recurrence, tokens: int) -> int:
 
 
 def replay_bytes(spec: Recurrence, tokens: int, ring_len: float) -> float:
-    """Return the bytes of a decode with a ring: a state and `ring_len` entries read, one entry written per token."""
+    """Return the bytes of the operator `replay`: state and `ring_len` ring entries read, an entry written per token."""
     entries = (ring_len + tokens) * spec.ring_bytes(1)
     return spec.state_bytes + entries + tokens * token_bytes(spec)
 
@@ -88,11 +88,11 @@ class FoldCycle:
 
 
 def slots_step_bytes(spec: Recurrence, tokens: int) -> int:
-    """Return the bytes of a decode step of `tokens` tokens under SLOTS (the state after each token is written)."""
+    """Return the bytes of a decode step of `tokens` tokens, state policy SLOTS (writes a state per token)."""
     return conv_update_bytes(spec, tokens) + state_update_bytes(spec, tokens)
 
 
 def fold_step_bytes(spec: Recurrence, tokens: int, cycle: FoldCycle) -> float:
-    """Return the mean bytes of a decode step with a ring (FOLD): convolution, recurrence, one fold per cycle."""
+    """Return the mean bytes of a decode step, state policy FOLD: convolution, recurrence, and one fold per cycle."""
     replay = replay_bytes(spec, tokens, cycle.mean_ring_len)
     return conv_update_bytes(spec, tokens) + replay + fold_bytes(spec, cycle.folded) / cycle.steps

@@ -27,7 +27,7 @@ class MambaMetadata:
     num_prefills: int
     """Pf."""
     plan: SlotPlan | ReplayPlan
-    """Slots of all R rows: a `SlotPlan` under the policy SLOTS, a `ReplayPlan` under FOLD."""
+    """Slots of all R rows: a `SlotPlan` under the state policy SLOTS, a `ReplayPlan` under FOLD."""
     query_start_loc: Tensor
     """(R + 1,) int32; the first D + 1 entries belong to the decode rows."""
     prefill_chunks: PrefillChunks
@@ -42,7 +42,7 @@ class MambaMetadata:
     after the last decode have no tokens. None for other steps."""
 
     def decodes(self) -> MambaMetadata:
-        """Return the metadata of the decode rows. Tensors are views; `num_prefills` and other counts do not change."""
+        """Return the metadata of the decode rows: views of the tensors. Counts remain those of the whole step."""
         rows = self.num_decodes
         plan, loc = self.plan.rows(0, rows), self.query_start_loc[: rows + 1]
         request_row = None if self.request_row is None else self.request_row[:rows]

@@ -35,12 +35,12 @@ class MambaMetadataBuilder:
         chunk_size: maximum number of tokens of a prefill chunk.
         max_num_reqs: maximum number of rows of a batch.
         device: device of the buffers.
-        states: values that requests carry between steps. Required for draft tokens and for the FOLD policy. The next
+        states: values that requests carry between steps. Required for draft tokens and the state policy FOLD. The next
             KV-cache group then has a block table of one column: the row in `states` of each request, 0 in padded rows.
         prompt_scan: kernels that scan prefills. `MambaMetadata.prefill_chunks.prompt_scan` tells which ones a step
             uses.
 
-    Raises ValueError for a chunk size or a row count below 1, and for the FOLD policy without `states`.
+    Raises ValueError for a chunk size or a row count below 1, and for the state policy FOLD without `states`.
     """
 
     reads: frozenset[str] = frozenset({
@@ -83,7 +83,7 @@ class MambaMetadataBuilder:
         """Build the metadata of KV-cache group `group`. `common` is not modified; `phase` is ignored.
 
         Raises ValueError for more rows than `max_num_reqs`, for a missing table of request rows (with `states`), and
-        for a decode row after a prefill row (with `states`): a scan would treat its draft tokens as accepted.
+        for a decode row after a prefill row (with `states`), because a prefill scan treats drafts as accepted.
         """
         del phase
         num_reqs, most = common.num_reqs, len(self._row_indices)
@@ -130,7 +130,7 @@ class MambaMetadataBuilder:
         """Return how many further steps of the same requests, with one token each, would get the same metadata.
 
         With `states`, these steps need no `commit` either: it would store the values that are there. Assumes that the
-        block tables do not change. 0 for prefills, for the FOLD policy, and with `states` unless the batch is settled.
+        block tables do not change. 0 for prefills, state policy FOLD, and with `states` unless the batch is settled.
 
         settled: whether the step before was of the same requests, with one token each. A step after drafts is not: it
             reads the state after the last accepted one.

@@ -22,7 +22,7 @@ FLA_TILE = 64
 
 @dataclass(frozen=True, slots=True)
 class FlaTiles:
-    """Additional arguments of fla-core's kernels. Used in steps that keep only the last state of each request."""
+    """Tiles and state slots for fla-core's kernels, in steps that keep only the last state of each request."""
 
     tiles: Tensor
     """(tiles, 2) int32: row, and index of the tile in the row."""

@@ -25,7 +25,7 @@ State = Tensor | None
 
 
 class TensorSpec(NamedTuple):
-    """Name, shape, dtype and sign of the values of a tensor of one token or one layer."""
+    """Describes a tensor of one token or one layer: name, shape, dtype, and sign of its values."""
 
     name: str
     shape: tuple[int, ...]
@@ -68,11 +68,11 @@ class FoldBatch(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recurrence(ABC):
-    """A recurrence after a causal convolution: tensors of its state, ring and parameters, and its operators.
+    """Describes a recurrence after a causal convolution: tensors of its state, ring and parameters, and its operators.
 
-    A subclass is a frozen dataclass of its sizes. Layers with equal recurrences share one state tensor. `Mixer` runs
-    the convolution. The defaults are those of a pure convolution: the operators return `channels` unchanged, `fold`
-    copies conv windows, and the state is None.
+    It has no tensors itself: a subclass is a frozen dataclass of sizes. Layers with equal recurrences share one state
+    tensor. `Mixer` runs the convolution. The defaults are those of a pure convolution: the operators return `channels`
+    unchanged, `fold` copies conv windows, and the state is None.
 
     Operators follow the conventions of `bateleur.mamba.ops`. No two rows share a ring, except row 0.
 
@@ -128,7 +128,7 @@ class Recurrence(ABC):
 
     @property
     def ring_entry(self) -> tuple[TensorSpec, ...]:
-        """Tensors that a ring stores for each token under FOLD; a later fold updates the saved state from them."""
+        """Tensors that a ring stores for each token (state policy FOLD); a fold updates the saved state from them."""
         return ()
 
     def scan(
@@ -151,7 +151,7 @@ class Recurrence(ABC):
         return self._unless_state(channels, state)
 
     def update(self, params: Tensors, channels: Tensor, gates: Tensors, state: State, rows: MambaMetadata) -> Tensor:
-        """Run decodes of 1 to 1 + K tokens (K drafts) under SLOTS (a state per token); `rows.plan` is a `SlotPlan`.
+        """Run decodes of 1 to 1 + K tokens (K drafts), state policy SLOTS (a state per token). `rows.plan`: `SlotPlan`.
 
         A request starts from slot `ssm_read`, and the state after its token i is written to slot `ssm_write[:, i]`.
         Other arguments and result as in `scan`.
@@ -161,7 +161,7 @@ class Recurrence(ABC):
     def replay(
         self, params: Tensors, channels: Tensor, gates: Tensors, state: State, ring: Tensors, rows: MambaMetadata
     ) -> Tensor:
-        """Run decodes of 1 to 1 + K tokens (K drafts) under FOLD (no state is written); `rows.plan` is a `ReplayPlan`.
+        """Run decodes of 1 to 1 + K tokens (K drafts), state policy FOLD (writes no state). `rows.plan`: `ReplayPlan`.
 
         The state before a request's tokens is the saved state in `slot` updated with `ring_len` of the L entries of
         ring `request_row`. Entry j is at (ring_start + j) % L. The tokens are appended to the ring. The caller counts
@@ -201,13 +201,13 @@ class Recurrence(ABC):
     def conv_shape(self) -> tuple[int, int]:
         """Shape of the conv window (last inputs) of one state slot: (W - 1, conv_dim).
 
-        Under SLOTS it has K more entries, for draft tokens that may be rejected.
+        With the state policy SLOTS it has K more entries, for draft tokens that may be rejected.
         """
         return (self.conv_width - 1 + self.num_speculative_blocks, self.conv_dim)
 
     @property
     def request_conv_shape(self) -> tuple[int, int]:
-        """Shape of a request's conv window under FOLD, with drafts: (taps - 1 + drafts, conv_dim)."""
+        """Shape of a request's conv window with drafts, state policy FOLD: (taps - 1 + drafts, conv_dim)."""
         return (self.conv_width - 1 + self.num_speculative_tokens, self.conv_dim)
 
     @property
@@ -222,17 +222,17 @@ class Recurrence(ABC):
 
     @property
     def request_conv_bytes(self) -> int:
-        """Bytes of a running request's own conv window; 0 under SLOTS, which keeps it in the state slot."""
+        """Bytes of a running request's own conv window; 0 for the state policy SLOTS, with the window in the slot."""
         folds = self.policy is StatePolicy.FOLD
         return math.prod(self.request_conv_shape) * self.conv_dtype.itemsize if folds else 0
 
     def ring_bytes(self, capacity: int) -> int:
-        """Bytes of the ring of one running request, with `capacity` entries; 0 under SLOTS, which has no rings."""
+        """Bytes of the ring of one running request, with `capacity` entries; 0 for state policy SLOTS (no rings)."""
         return capacity * sum(each.nbytes for each in self.ring_entry) if self.policy is StatePolicy.FOLD else 0
 
     @property
     def num_speculative_blocks(self) -> int:
-        """Number of state slots per request for states after draft tokens: one per draft, or 0 under FOLD."""
+        """Number of state slots per request for states after draft tokens: one per draft, 0 for the policy FOLD."""
         return self.num_speculative_tokens if self.policy is StatePolicy.SLOTS else 0
 
     def max_memory_usage_bytes(self, layout: CacheLayout) -> int:

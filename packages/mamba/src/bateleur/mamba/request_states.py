@@ -22,9 +22,9 @@ class RowStates:
     accepted: Tensor
     """Accepted tokens of the request's previous step, in [1, 1 + K]; 1 if there was none."""
     prev_col: Tensor
-    """Under SLOTS: block-table column that the previous step wrote first; -1 if there was none."""
+    """State policy SLOTS: block-table column that the previous step wrote first; -1 if there was none."""
     base: Tensor
-    """Under FOLD: number of tokens in the saved state."""
+    """State policy FOLD: number of tokens in the saved state."""
 
 
 class RequestStates:

@@ -42,9 +42,9 @@ class CacheLayout:
     A column holds SSM state and conv window. When it holds those after exactly (column + 1) * block_size tokens, it is
     full: it is never written again, and it may be added to the prefix cache.
 
-    Under SLOTS, a step with K drafts writes the state after its token i to column c + i, where c is the column of its
-    last token. The table therefore has K columns after the last block. `plan_copy` then copies the state of a crossed
-    boundary to its own column. In mode NONE the columns are 0 to K. Under FOLD there are no additional columns.
+    State policy SLOTS: a step with K drafts writes the state after its token i to column c + i, where c is the column
+    of its last token. The table therefore has K columns after the last block. `plan_copy` then copies the state of a
+    crossed boundary to its own column. In mode NONE the columns are 0 to K. FOLD has no additional columns.
 
     Raises:
         ValueError: `block_size` differs from `max_model_len` in mode NONE, or is below 1 + K in the other modes (a step
@@ -61,7 +61,7 @@ class CacheLayout:
     """Maximum number of tokens of a request."""
     policy: StatePolicy = StatePolicy.SLOTS
     ring_capacity: int = 16
-    """Entries (tokens) of a ring; used only under FOLD."""
+    """Entries (tokens) of a ring; used only by the state policy FOLD."""
     steps_ahead: int = 0
     """Steps that the scheduler plans before the results of earlier steps are known: 0, or 1 for async scheduling."""
 
@@ -91,20 +91,20 @@ class CacheLayout:
             )
 
     def columns(self) -> int:
-        """Return the number of columns of a block table: one per block, and under SLOTS one per draft."""
+        """Return the number of columns of a block table: one per block, plus one per draft for the policy SLOTS."""
         return -(-self.max_model_len // self.block_size) + self.num_speculative_blocks
 
     @property
     def num_speculative_blocks(self) -> int:
-        """Number of columns that a step may write after its last token's column: one per draft, 0 under FOLD."""
+        """Number of columns that a step may write after its last token's column: one per draft, 0 for policy FOLD."""
         return self.num_speculative_tokens if self.policy is StatePolicy.SLOTS else 0
 
     def slots_per_request(self) -> int:
         """Return the maximum number of slots that a running request holds and does not share.
 
-        These are the state slot that it reads and the slots that a step may write: 2 + K (drafts) under SLOTS, 2 under
-        FOLD, plus `steps_ahead`. In mode NONE a step also writes the slot that it reads. State slots in the
-        prefix cache, or that a prefill fills for it, are not counted.
+        These are the state slot that it reads and the slots that a step may write: 2 + K (drafts) for the state policy
+        SLOTS, 2 for FOLD, plus `steps_ahead`. In mode NONE a step also writes the slot that it reads. State slots in
+        the prefix cache, or that a prefill fills for it, are not counted.
         """
         if self.mode is MambaCacheMode.NONE:
             return 1 + self.num_speculative_blocks

@@ -225,8 +225,8 @@ class MambaStateManager:
     def _oldest(self, computed_R: Ints, in_prompt_R: NDArray[np.bool_]) -> Ints:
         """Return the first block-table column (R,) that a later step may read.
 
-        Usually the column of the last state. Under FOLD, the saved state of a request past its prompt may still be in
-        the column of the last boundary.
+        Usually the column of the last state. With the state policy FOLD, the saved state of a request past its prompt
+        may still be in the column of the last boundary.
         """
         last_R = np.maximum(computed_R - 1, 0) // self.block_size
         if not self._folds:

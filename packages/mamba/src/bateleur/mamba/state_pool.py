@@ -14,8 +14,8 @@ from bateleur.metadata.native.lazy_zeros import lazy_zeros
 
 
 class Rings(NamedTuple):
-    """Tensors of a layer under FOLD besides its saved states, indexed by request row. Row 0 is null, its contents
-    undefined.
+    """Tensors of a layer besides its saved states, state policy FOLD, indexed by request row. Row 0 is null, with
+    undefined contents.
 
     A ring is a ring buffer of the inputs after the saved state of a request.
     """
@@ -31,7 +31,7 @@ class Rings(NamedTuple):
 
 
 class StatePool:
-    """Conv windows, states and (under FOLD) rings of all recurrent layers, with the same slots and rows in every layer.
+    """Conv windows, states and (state policy FOLD) rings of all recurrent layers, which share slot and row numbers.
 
     State slot 0 is null: reading it gives a zero state, dropped writes go to it, and its contents are undefined.
     Tensors never move. Layers with equal recurrences share one tensor, so one operator call copies or folds all of
@@ -88,14 +88,15 @@ class StatePool:
     def layer(self, index: int) -> tuple[Tensor, Tensor | None]:
         """Return a layer's conv states (num_slots, taps - 1 + drafts, conv_dim), SSM states (num_slots, *state_shape).
 
-        Under FOLD the conv state is (num_slots, taps - 1, conv_dim). The SSM state of a pure convolution is None.
+        For the state policy FOLD, conv states are (num_slots, taps - 1, conv_dim). A pure convolution has no SSM state
+        (None).
         """
         kind, at = self._place[index]
         conv, state = self._pages[kind]
         return conv[at], None if state is None else state[at]
 
     def rings(self, index: int) -> Rings | None:
-        """Return the rings (inputs after the saved states) of layer `index`; None under SLOTS."""
+        """Return the rings (inputs after the saved states) of layer `index`; None for the policy SLOTS."""
         if not self._rings:
             return None
         kind, at = self._place[index]
@@ -104,7 +105,7 @@ class StatePool:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all layers: state slots and rings of speculative tokens, including slot 0 and row 0 of padding."""
+        """Bytes of all layers: state slots, request conv windows and rings, including null slots and null rows."""
         stacks = [*self._pages, *(rings.tensors() for rings in self._rings)]
         return sum(tensor.nbytes for stack in stacks for tensor in stack if tensor is not None)
 
@@ -112,7 +113,7 @@ class StatePool:
         """Start requests, with the rings `rows`, from the states in `slots`, (n,) int64 each; slot 0 is a zero state.
 
         Copies the conv windows of the slots to the request conv windows, which a step of a single token reads. Does
-        nothing under SLOTS.
+        nothing for the state policy SLOTS.
         """
         for (conv, _), rings in zip(self._pages, self._rings, strict=False):
             windows = conv.index_select(1, slots).masked_fill_((slots == 0)[:, None, None], 0)
@@ -128,7 +129,7 @@ class StatePool:
 
         Args:
             plan: result of `plan_fold`.
-            replay, request_row: result of `plan_replay` and request rows of the step.
+            replay, request_row: result of `plan_replay`, and (R,) request rows of the step.
             params: for each of `groups` (layers with equal recurrences) the stacked parameters, (layers, *shape) each.
         """
         at = FoldBatch(request_row, replay.ring_start, plan.count, replay.slot, plan.dst, plan.page_offset)

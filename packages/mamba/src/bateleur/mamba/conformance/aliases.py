@@ -34,7 +34,10 @@ def check_aliases(step: MambaMetadata | PrefillChunks | FoldBatch | CopyPlan, re
 
 
 def _require_disjoint(what: str, reads: Tensor, writes: Tensor, row_of_write: Tensor | None = None) -> None:
-    """Raise ValueError if a row reads reads[row], and another row writes it; writes are (R, ...), or have rows."""
+    """Raise ValueError if a row writes a slot (not 0) that another row reads or writes; row r reads reads[r].
+
+    writes: (R, ...), or (n,) with the row of each write in `row_of_write`. what: noun for a slot in the error.
+    """
     owner: dict[int, int] = {}
     rows = range(len(writes)) if row_of_write is None else row_of_write.tolist()
     for row, slots in zip(rows, writes[:, None].flatten(1).tolist(), strict=True):

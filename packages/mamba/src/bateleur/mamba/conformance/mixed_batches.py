@@ -102,7 +102,11 @@ def _play(
 def _batch(
     problem: RecurrenceCase, inputs: list[Tokens], who: list[int], computed: list[int], lens: list[int], kept: list[int]
 ) -> Tokens:
-    """Return the tokens of a step of requests `who`: each has `kept` real ones, then random rejected ones."""
+    """Return the tokens of a step of the requests `who`, `lens` tokens each.
+
+    The first `kept` tokens of a request are its `inputs` after `computed` tokens; the others are random drafts, which
+    are rejected.
+    """
     flat, at = [torch.cat(parts) for parts in zip(*(each.tensors for each in inputs), strict=True)], []
     for r, n, k in zip(who, lens, kept, strict=True):
         at += [_LEN * r + computed[r] + i if i < k else -1 for i in range(n)]
@@ -115,7 +119,7 @@ def _batch(
 
 
 class _SlotCache:
-    """Runs one layer without an engine under SLOTS (a state slot for each token of a step), like `FoldCache`."""
+    """`FoldCache` for one layer with the state policy SLOTS (a state slot for each token of a step)."""
 
     def __init__(
         self, layout: CacheLayout, mixers: Sequence[Mixer], *, num_slots: int, num_rows: int, chunk_size: int,
@@ -129,7 +133,10 @@ class _SlotCache:
         self.admit = self.states.admit
 
     def step(self, table: Tensor, rows: list[int], computed: Tensor, lens: list[int], first: int) -> SimpleNamespace:
-        """Plan a step. The result has the functions `mix` and `commit` of a `FoldStep`."""
+        """Plan a step whose prefills start at row `first`; other arguments as in `FoldCache.step`.
+
+        The result has the functions `mix` and `commit` of a `FoldStep`.
+        """
         request_row, counts = torch.tensor(rows, device=self.device), torch.tensor(lens, device=self.device)
         carried = self.states.gather(request_row)
         plan = plan_step(self.layout, table, computed, counts, carried.accepted, prev_col=carried.prev_col)

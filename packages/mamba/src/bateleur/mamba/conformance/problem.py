@@ -21,7 +21,7 @@ _MARGIN = 3
 
 
 def broken(what: str, part: str = "") -> ConformanceError:
-    """Return the error of a check, with the text `what`. part: name of the part; empty if a part runs."""
+    """Return a ConformanceError with the text `what`. part: failed part; `check_recurrence` replaces "" by its name."""
     return ConformanceError("the recurrence", [Violation(part, what)])
 
 
@@ -109,7 +109,10 @@ class RecurrenceCase:
         return outputs, states
 
     def close(self, actual: Tensor, expected: Tensor, what: str, part: str = "") -> None:
-        """Raise ConformanceError if |actual - expected| > tolerance * (1 + |expected|) in any element."""
+        """Raise ConformanceError if |actual - expected| > tolerance * (1 + |expected|) in any element.
+
+        what: name of `actual` in the error. part: as in `broken`.
+        """
         if actual.shape != expected.shape:
             raise broken(f"{what} has the shape {tuple(actual.shape)}; it must be {tuple(expected.shape)}", part)
         found = actual.double().cpu()
@@ -119,7 +122,10 @@ class RecurrenceCase:
             raise broken(f"{what} is {float(found[at]):.6g} at {at}; it must be {float(expected[at]):.6g}", part)
 
     def outputs(self, y: Tensor, expected: Sequence[Tensor], what: str) -> None:
-        """Check shape and dtype of an operator's output, and compare its leading tokens with `expected`."""
+        """Check shape and dtype of an operator's output, and compare its leading tokens with `expected`.
+
+        what: name of the operator call in an error.
+        """
         shape = (len(y), *self.spec.output_shape)
         if tuple(y.shape) != shape or y.dtype != self.spec.conv_dtype:
             raise broken(f"{what} returns {y.dtype} {tuple(y.shape)}; it must be {self.spec.conv_dtype} {shape}")
@@ -129,7 +135,10 @@ class RecurrenceCase:
 
 
 def require_unchanged(before: Tensor, after: Tensor, except_slots: Tensor, what: str, part: str = "") -> None:
-    """Raise ConformanceError if an entry of dimension 0 changed, except 0 and those at `except_slots`."""
+    """Raise ConformanceError if an entry of dimension 0 changed, except entry 0 and the entries `except_slots`.
+
+    what: noun for an entry in the error. part: as in `broken`.
+    """
     equal = (before == after) | (before.isnan() & after.isnan())
     changed = ~equal.flatten(1).all(1)
     changed[except_slots.long()] = False

@@ -89,7 +89,7 @@ class _Run:
         return done | self._fold(requests, [a for _, a in counts])
 
     def _counts(self, request: _Request, operations: set[str]) -> tuple[int, int]:
-        """Choose numbers of tokens and of accepted tokens of a request's next step, mostly a case in `operations`."""
+        """Choose numbers of tokens and of accepted tokens for a request's next step, mostly numbers in `operations`."""
         most = min(1 + self.drafts, self.capacity - request.length)
         pairs = [(q, a) for q in range(1, 1 + most) for a in range(1, 1 + q)]
         wanted = [(q, a) for q, a in pairs if f"{a} of {q}" in operations]
@@ -183,7 +183,10 @@ class _Run:
                 self._check_page(request, n, slot, first, what)
 
     def _check_page(self, request: _Request, n: int, slot: int, first: int, what: str) -> None:
-        """Check conv window and states in `slot`, which holds the saved state of a request after a fold."""
+        """Check conv window and states in `slot`, the saved state of a request after a fold of `n` ring entries.
+
+        first: first copied entry of the request conv window. what: name of the fold in an error.
+        """
         window = self.request_conv[:, request.row, first : first + self.conv.shape[2]]
         if not torch.equal(self.conv[:, slot], window):
             raise broken(

@@ -29,7 +29,7 @@ def causal_conv1d_varlen(
             null. Or None.
         request_conv_write: (R,) int64 request rows; None without `request_conv`.
         activation: "silu" or "none".
-        The others: as in `ssd_scan_varlen`, slots and chunks.
+        The others (state slots and chunks): as in `ssd_scan_varlen`.
 
     Returns (T, C). Raises ValueError for an unknown activation.
     """

@@ -1,4 +1,4 @@
-"""The delta rules: prefills, decodes under SLOTS and under FOLD, and folds.
+"""The delta rules: prefills, decodes under the state policies SLOTS and FOLD, and folds (ring entries added to states).
 
 The state S (Dv, Dk) of a value head is updated as S <- exp(g) S + u k^T, with the corrected value u = beta (v - exp(g)
 S k) and the output o = S q. The gated delta rule (Yang, Kautz and Hatamizadeh, 2024) has one decay per head, and Kimi
@@ -40,7 +40,7 @@ _TILE = 16
 
 
 def unit(x: Tensor, heads: int) -> Tensor:
-    """Normalize vectors (..., G, Dk) to length 1, and repeat them for the value heads: (..., H, Dk)."""
+    """Normalize vectors (..., G, Dk) to length 1, and repeat them for H = `heads` value heads: (..., H, Dk)."""
     x = x * x.square().sum(-1, keepdim=True).add_(1e-6).rsqrt_()
     return x.repeat_interleave(heads // x.shape[-2], -2)
 
@@ -113,7 +113,10 @@ def _run_tile(state: Tensor, kq: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> 
 
 
 def _scores(kq: Tensor, total: Tensor) -> Tensor:
-    """Return the products of key and query i with key j, decayed from j to i, (..., i, 2, j); 0 if j is later."""
+    """Return the products of key and query i with key j, decayed from j to i, (..., i, 2, j); 0 if j is later.
+
+    kq: keys and queries (..., Q, 2, Dk). total: running sums of the log decays, (..., Q, 1 or Dk).
+    """
     keys, decay = kq.select(-2, 0), pair_decays(total)
     if total.shape[-1] > 1:
         return kq @ (decay * keys.unsqueeze(-3)).mT
@@ -148,7 +151,7 @@ def delta_state_update(
 
 
 def _apply(state: Tensor, slot: Tensor, x: Tensor) -> Tensor:
-    """Multiply the states in slots (R,) with vectors x (R, H, N, Dk), (R, H, N, Dv); zeros for slot 0.
+    """Return the states in slots (R,) times N vectors x (R, H, N, Dk) each: (R, H, N, Dv); zeros for slot 0.
 
     On a CPU, R is 1, and the state is not copied.
     """
@@ -163,9 +166,10 @@ def _apply(state: Tensor, slot: Tensor, x: Tensor) -> Tensor:
 
 
 def _update_states(state: Tensor, read: Tensor, write: Tensor, decay: Tensor, u: Tensor, k: Tensor) -> None:
-    """Write the state after each of M tokens to the slots `write` (R, M). The other inputs are (R, H, M, ...).
+    """Write the state after each of M tokens to the slots `write` (R, M), from the states in slots `read` (R,).
 
-    A row that has ended computes with another token; its state goes to slot 0.
+    decay, u, k: (R, H, M, ...) decay factors, corrected values and keys. Rows with fewer than M tokens are padded with
+    other tokens, whose `write` is slot 0.
     """
     decay, u, k = decay.unsqueeze(3), u.unsqueeze(4), k.unsqueeze(3)
     if state.device.type != "cpu":
@@ -254,7 +258,10 @@ def delta_replay_update(
 def _entries(
     rings: Sequence[Tensor], row: Tensor, start: Tensor, count: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return decayed keys (R, H, L, Dk) and values (R, H, L, Dv) of ring entries, and the decay of the saved state."""
+    """Return keys, decayed by later entries, (R, H, L, Dk), values (R, H, L, Dv), and the decay of the saved state.
+
+    Arguments as in `ring_entries`.
+    """
     k, u, g = ring_entries(rings, row, start, count, dtype)
     g = g if g.dim() == 4 else g.unsqueeze(3)
     k = unit(k, u.shape[2]) * decays_after(g)

@@ -1,4 +1,4 @@
-"""The Mamba-2 recurrence: prefills, decodes under SLOTS and under FOLD, and folds.
+"""The Mamba-2 recurrence: prefills, decodes under the state policies SLOTS and FOLD, and folds (rings added to states).
 
 For each token and head h, with step = clamp(softplus(dt + dt_bias), dt_min, dt_max) and g = h // (H / G):
 S <- exp(A step) S + step x B_g^T, y = S C_g + D x. Letters as in `ops`, H heads, G groups, P head channels, N state

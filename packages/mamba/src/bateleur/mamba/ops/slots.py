@@ -40,7 +40,7 @@ def rows_with_slot(dst: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
 
 
 def pad_rows(query_start_loc: Tensor, max_query_len: int, num_tokens: int) -> tuple[Tensor, Tensor]:
-    """Return token indices (R, M) to read and to write. Padding reads any token, and writes `num_tokens`."""
+    """Return token indices to read and to write, (R, M) each; padding has any index to read, `num_tokens` to write."""
     starts = query_start_loc.to(torch.int64)
     tokens = starts[:-1, None] + torch.arange(max_query_len, device=starts.device)
     real = tokens < starts[1:, None]
@@ -48,17 +48,20 @@ def pad_rows(query_start_loc: Tensor, max_query_len: int, num_tokens: int) -> tu
 
 
 def all_rows_full(targets: Tensor, num_tokens: int) -> bool:
-    """Return whether every row has M tokens and no token is padding; False on a GPU (no sync)."""
+    """Return whether every row has M tokens and none is padding; False on a GPU (no sync). targets: from `pad_rows`."""
     return targets.device.type == "cpu" and targets.numel() == num_tokens > int(targets.max())
 
 
 def to_rows(x: Tensor, tokens: Tensor, full: bool) -> Tensor:
-    """Rearrange tokens (T, ...) to rows (R, M, ...) by their indices; a view if all rows are full."""
+    """Return x (T, ...) as rows (R, M, ...), by the indices `tokens` (R, M); a view if all rows are full."""
     return x.unflatten(0, tokens.shape) if full else x[tokens]
 
 
 def unpad(y: Tensor, targets: Tensor, like: Tensor) -> Tensor:
-    """Scatter `y` (R, M, ...) to the tokens `targets` (R, M) of zeros like `like` (T, ...); index T is dropped."""
+    """Scatter y (R, M, ...) to the indices `targets` (R, M) of zeros with shape (T, ...) and dtype of `like`.
+
+    Index T is dropped.
+    """
     if all_rows_full(targets, like.shape[0]):
         return y.flatten(0, 1).to(like.dtype).contiguous()
     out = like.new_zeros((like.shape[0] + 1, *like.shape[1:]))
@@ -82,9 +85,9 @@ def ring_entries(
 def append_to_rings(
     rings: Sequence[Tensor], values: Sequence[Tensor], row: Tensor, end: Tensor, is_token: Tensor
 ) -> None:
-    """Write the values (R, M, ...) of new tokens to the rings in rows `row`, after `end` (R,) tokens.
+    """Write the values (R, M, ...) of new tokens to the rings in rows `row`, from entry `end` % L on; end is (R,).
 
-    is_token: (R, M) bool; the others are padding, which is written to entry 0 of the null row.
+    is_token: (R, M) bool, False for padding, which is written to entry 0 of the null row.
     """
     capacity = rings[0].shape[1]
     place = (end[:, None] + torch.arange(is_token.shape[1], device=row.device)) % capacity + row[:, None] * capacity
@@ -94,7 +97,7 @@ def append_to_rings(
 
 
 def decays_after(g: Tensor) -> Tensor:
-    """Return the decay by the tokens after each one, from log decays g (R, L, ...), oldest token first."""
+    """Return for each token the product of the decays of all later tokens; g: log decays (R, L, ...), oldest first."""
     later = torch.cat((g[:, 1:], torch.zeros_like(g[:, :1])), 1)
     return later.flip(1).cumsum_(1).flip(1).exp_()
 
@@ -103,9 +106,10 @@ def scan_tiles(
     state: Tensor, read: Tensor, chunk_start_loc: Tensor, row_chunk_loc: Tensor, chunk_write: Tensor, size: int,
     dtype: torch.dtype,
 ) -> Iterator[tuple[Tensor, slice]]:  # fmt: skip
-    """Yield the state of a row, which the caller updates, and the next tokens of the row, at most `size`.
+    """Yield the state of a row, which the caller updates, and the slice of its next tokens (a tile, at most `size`).
 
-    A tile is inside of a chunk. The state after chunk k is written to slot chunk_write[k]. Waits for the device.
+    A tile does not cross chunks. The state after chunk k is written to slot chunk_write[k]. Waits for the device.
+    Other arguments as in `ssd_scan_varlen`.
     """
     bounds, ends, writes = chunk_start_loc.tolist(), row_chunk_loc.tolist(), chunk_write.tolist()
     for row, own in enumerate(load_slots(state, read, dtype)):

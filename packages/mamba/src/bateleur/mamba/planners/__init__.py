@@ -1,7 +1,8 @@
 """Planners: compute the state slots that a step reads and writes, as pure functions of tensors on the device.
 
-Under SLOTS (a state slot per draft) use `plan_step` before a step, and `plan_copy` once the accepted tokens are known.
-Under FOLD (saved state and ring of later inputs) use `plan_replay` and `plan_fold`. `triton` has a kernel for each.
+State policy SLOTS (a state slot per draft): `plan_step` before a step, `plan_copy` once the accepted tokens are known.
+State policy FOLD (a saved state and a ring of later inputs): `plan_replay` before, `plan_fold` after. `triton` has a
+kernel for each.
 """
 
 from bateleur.mamba.planners.fold import plan_fold, plan_replay

@@ -1,4 +1,4 @@
-"""Plans the saved states and rings of later inputs that a step under FOLD reads, and the folds after it.
+"""State policy FOLD: plans the saved states and rings of later inputs that a step reads, and the folds after it.
 
 A running request has a saved state (the state after `base` tokens), a ring with the inputs of the later
 tokens, and a request conv window. A step appends its tokens to the ring, and computes its outputs from saved state and
@@ -21,7 +21,7 @@ def plan_replay(
     layout: CacheLayout, table: Tensor, computed: Tensor, query_lens: Tensor, base: Tensor, accepted: Tensor,
     out: ReplayPlan | None = None,
 ) -> ReplayPlan:  # fmt: skip
-    """Plan the saved state, ring of later inputs and conv window that each request of a step under FOLD starts from.
+    """Plan the saved state, ring of later inputs and conv window that each request starts from (state policy FOLD).
 
     Args:
         layout, table, computed, query_lens, out: as in `plan_step`.
@@ -75,7 +75,7 @@ def plan_fold(
         scanned: (R,) bool, prefills: all their tokens are in the state that they wrote. None means no row.
 
     Raises:
-        ValueError: the layout has the policy SLOTS, a row count differs, or, on CUDA, `out` is not contiguous.
+        ValueError: the layout has the state policy SLOTS, a row count differs, or, on CUDA, `out` is not contiguous.
     """
     out = FoldPlan.allocate(len(plan.slot), plan.slot.device) if out is None else out
     rows = {"computed": computed, "query_lens": query_lens, "accepted": accepted, "flush": flush, "scanned": scanned}

@@ -55,7 +55,7 @@ class RowPlan(Plan):
 
 @dataclass(frozen=True, slots=True)
 class SlotPlan(Plan):
-    """State slots that each request of a step reads and writes under SLOTS (a slot per draft), all int64.
+    """State slots that each request of a step reads and writes, state policy SLOTS (a slot per draft); all int64.
 
     Slot 0 is null: reading it gives a zero state, and a write to it is dropped. All fields of a row without tokens are
     0.
@@ -83,8 +83,8 @@ class SlotPlan(Plan):
 
 @dataclass(frozen=True, slots=True)
 class CopyPlan(RowPlan):
-    """State copies after a step under SLOTS (a slot per draft), at most one per row, and values for the next step; all
-    (R,) int64.
+    """State copies after a step, at most one per row, and values for the next step; all (R,) int64. State policy SLOTS
+    (a slot per draft).
 
     The first four fields are the arguments of `copy_states`: slot `dst` gets the conv window of `conv_src` without its
     first `conv_bias` entries, and the SSM state of `ssm_src`. They are 0 in rows without a copy.
@@ -102,7 +102,7 @@ class CopyPlan(RowPlan):
 
 @dataclass(frozen=True, slots=True)
 class ReplayPlan(RowPlan):
-    """Saved state and ring of later inputs of each request under FOLD, all (R,) int64.
+    """Slot of the saved state, and ring of later inputs, of each request; all (R,) int64. State policy FOLD.
 
     All fields but `fold_slot` are 0 in rows without tokens. A prefill reads `slot` and no ring.
     """
@@ -121,7 +121,9 @@ class ReplayPlan(RowPlan):
 
 @dataclass(frozen=True, slots=True)
 class FoldPlan(RowPlan):
-    """Entries of rings (later inputs) to add to saved states, and values for the next step under FOLD; all (R,) int64.
+    """Entries of rings (later inputs) to add to saved states, and values for the next step; all (R,) int64.
+
+    State policy FOLD.
 
     All fields are 0 in rows without tokens.
     """

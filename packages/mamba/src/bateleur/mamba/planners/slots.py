@@ -1,4 +1,4 @@
-"""Plans the state slots that a step under SLOTS (a slot for each draft) reads and writes, and the copies after it.
+"""State policy SLOTS (a slot for each draft): plans the slots that a step reads and writes, and the copies after it.
 
 Legend as in `plans`.
 """
@@ -15,7 +15,7 @@ def plan_step(
     layout: CacheLayout, table: Tensor, computed: Tensor, query_lens: Tensor, accepted: Tensor | None = None,
     out: SlotPlan | None = None, *, prev_col: Tensor | None = None,
 ) -> SlotPlan:  # fmt: skip
-    """Plan the state slots of one step under SLOTS (a slot for the state after each draft), in any cache mode.
+    """Plan the state slots of one step, state policy SLOTS (a slot for the state after each draft), in any cache mode.
 
     Let `run_col` be the block-table column of the step's last token (0 in mode NONE). The step writes the state after
     its token i to column run_col + i, and the conv window with K (drafts) additional entries to column run_col. The
@@ -27,7 +27,7 @@ def plan_step(
     new block.
 
     Args:
-        layout: block-table layout of the group, with the policy SLOTS.
+        layout: block-table layout of the group, with the state policy SLOTS.
         table: (R, columns) integer block table of state slots, at least `layout.columns()` columns, 0 without a slot.
         computed: (R,) tokens before the step, without rejected tokens.
         query_lens: (R,) tokens of the step; 0 in padded rows.

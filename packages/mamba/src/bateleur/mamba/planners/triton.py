@@ -52,7 +52,7 @@ def step_plan_kernel(
     WIDTH: tl.constexpr, SIZE: tl.constexpr, BOUNDARIES: tl.constexpr, HAS_ACCEPTED: tl.constexpr,
     HAS_PREV: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Compute the state slots that a step under SLOTS (a slot per draft) reads and writes. Grid (tiles of rows).
+    """Compute the state slots that a step reads and writes; state policy SLOTS (a slot a draft). Grid (tiles of rows).
 
     Occupancy on sm_90: at least 16 blocks per SM.
     SIZE: tokens of a block. BOUNDARIES: false in cache mode NONE, which ignores SIZE.
@@ -86,7 +86,7 @@ def step_plan_kernel(
 
 
 def plan_step(layout, plan, table, computed, query_lens, accepted, prev_col):
-    """Compute the state slots that a step under SLOTS (a slot per draft) reads and writes, into `plan`."""
+    """Triton form of `planners.plan_step`, same arguments; writes the result to `plan`."""
     inputs, rows = dense(computed, query_lens, accepted, prev_col), len(table)
     launch(
         step_plan_kernel, rows, table, *inputs, *outputs(plan), rows, *table.stride(),
@@ -102,7 +102,7 @@ def copy_plan_kernel(
     num_rows, table_row, table_column,
     SIZE: tl.constexpr, BOUNDARIES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Compute the copies of states to block boundaries after a step under SLOTS (a slot per draft).
+    """Compute the copies of states to block boundaries after a step, state policy SLOTS (a slot per draft).
 
     Grid (tiles of rows). Occupancy on sm_90: at least 16 blocks per SM. Constants as for `step_plan_kernel`.
     """
@@ -137,7 +137,7 @@ def copy_plan_kernel(
 
 
 def plan_copy(layout, out, table, computed, query_lens, num_drafts, accepted, plan):
-    """Compute the state copies to block boundaries after a step under SLOTS (a slot per draft), into `out`."""
+    """Triton form of `planners.plan_copy`, same arguments; writes the result to `out`."""
     inputs, rows = dense(computed, query_lens, num_drafts, accepted, plan.run_col), len(table)
     launch(
         copy_plan_kernel, rows, table, *inputs, *outputs(out), rows, *table.stride(), SIZE=layout.block_size,
@@ -152,7 +152,7 @@ def replay_plan_kernel(
     num_rows, table_row, table_column,
     SIZE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Compute the saved state, ring of inputs and conv window that decodes under FOLD start from. Grid (tiles of rows).
+    """Compute the saved state, ring and conv window that decodes start from, state policy FOLD. Grid (tiles of rows).
 
     Occupancy on sm_90: at least 16 blocks per SM.
     """
@@ -172,7 +172,7 @@ def replay_plan_kernel(
 
 
 def plan_replay(layout, plan, table, computed, query_lens, base, accepted):
-    """Compute the saved state, ring of inputs and conv window that decodes under FOLD start from, into `plan`."""
+    """Triton form of `planners.plan_replay`, same arguments; writes the result to `plan`."""
     inputs, rows = dense(computed, query_lens, base, accepted), len(table)
     launch(
         replay_plan_kernel, rows, table, *inputs, *outputs(plan), rows, *table.stride(), SIZE=layout.block_size,
@@ -219,7 +219,7 @@ def fold_plan_kernel(
 
 
 def plan_fold(layout, out, plan, computed, query_lens, accepted, flush, scanned):
-    """Compute which entries of the rings of later inputs are added to saved states, into `out`."""
+    """Triton form of `planners.plan_fold`, same arguments; writes the result to `out`."""
     inputs, rows = dense(computed, query_lens, accepted, flush, scanned), len(query_lens)
     launch(
         fold_plan_kernel, rows, *inputs, *dense(plan.fold_slot, plan.ring_start, plan.ring_len), *outputs(out), rows,

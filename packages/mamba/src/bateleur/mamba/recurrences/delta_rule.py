@@ -105,7 +105,7 @@ class DeltaRule(Recurrence):
         self, params: Tensors, channels: Tensor, gates: Tensors, state: State, chunks: PrefillChunks, chunk_size: int,
         read: Tensor,
     ) -> Tensor:  # fmt: skip
-        """Run the delta rule over prefills, with the kernels of fla-core if `chunks.fla_tiles` is set."""
+        """`Recurrence.scan` for the delta rule, with the kernels of fla-core if `chunks.fla_tiles` is set."""
         assert state is not None
         (A, dt_bias), (a, b), (q, k, v) = params, gates, self.split(channels)
         if chunks.prompt_scan is PromptScan.FLA:
@@ -116,7 +116,7 @@ class DeltaRule(Recurrence):
         )  # fmt: skip
 
     def update(self, params: Tensors, channels: Tensor, gates: Tensors, state: State, rows: MambaMetadata) -> Tensor:
-        """Run the delta rule over decodes, and write the state after each token to its state slot (SLOTS)."""
+        """`Recurrence.update` for the delta rule: decodes that write the state after each token to a state slot."""
         plan = rows.plan
         assert state is not None
         assert isinstance(plan, SlotPlan)
@@ -129,7 +129,7 @@ class DeltaRule(Recurrence):
     def replay(
         self, params: Tensors, channels: Tensor, gates: Tensors, state: State, ring: Tensors, rows: MambaMetadata
     ) -> Tensor:
-        """Run the delta rule over decodes, from saved states and rings of later tokens; append the new tokens."""
+        """`Recurrence.replay` for the delta rule: decodes from saved states and rings; appends the new tokens."""
         plan, row = rows.plan, rows.request_row
         assert state is not None
         assert row is not None
@@ -143,7 +143,7 @@ class DeltaRule(Recurrence):
     def fold(
         self, params: Tensors, conv: Tensor, state: State, request_conv: Tensor, ring: Tensors, batch: FoldBatch
     ) -> None:
-        """Update saved states with ring entries of the delta rule, and copy conv windows, in several layers at once."""
+        """`Recurrence.fold` for the delta rule: adds ring entries to saved states, and copies conv windows."""
         assert state is not None
         k, u, g = ring
         delta_fold_ring(state, conv, request_conv, k, u, g, *batch)

@@ -95,7 +95,7 @@ class Mamba2(Recurrence):
         self, params: Tensors, channels: Tensor, gates: Tensors, state: State, chunks: PrefillChunks, chunk_size: int,
         read: Tensor,
     ) -> Tensor:  # fmt: skip
-        """Run Mamba-2 over prefills, and write the state after each chunk to its state slot."""
+        """`Recurrence.scan` for Mamba-2: prefills, which write the state after each chunk to a state slot."""
         assert state is not None
         (A, D, dt_bias), (x, B, C) = params, self.split(channels)
         return ssd_scan_varlen(
@@ -105,7 +105,7 @@ class Mamba2(Recurrence):
         )  # fmt: skip
 
     def update(self, params: Tensors, channels: Tensor, gates: Tensors, state: State, rows: MambaMetadata) -> Tensor:
-        """Run Mamba-2 over decodes, and write the state after each token to its state slot (SLOTS)."""
+        """`Recurrence.update` for Mamba-2: decodes that write the state after each token to a state slot."""
         plan = rows.plan
         assert state is not None
         assert isinstance(plan, SlotPlan)
@@ -118,7 +118,7 @@ class Mamba2(Recurrence):
     def replay(
         self, params: Tensors, channels: Tensor, gates: Tensors, state: State, ring: Tensors, rows: MambaMetadata
     ) -> Tensor:
-        """Run Mamba-2 over decodes, from saved states and rings of later inputs; append the new inputs."""
+        """`Recurrence.replay` for Mamba-2: decodes from saved states and rings; appends the new tokens."""
         plan, row = rows.plan, rows.request_row
         assert state is not None
         assert row is not None
@@ -132,7 +132,7 @@ class Mamba2(Recurrence):
     def fold(
         self, params: Tensors, conv: Tensor, state: State, request_conv: Tensor, ring: Tensors, batch: FoldBatch
     ) -> None:
-        """Update saved states with ring entries of Mamba-2, and copy conv windows, in several layers at once."""
+        """`Recurrence.fold` for Mamba-2: adds ring entries to saved states, and copies conv windows."""
         assert state is not None
         x, dt, B = ring
         fold_ring(state, conv, request_conv, x, dt, B, params[0], *batch)

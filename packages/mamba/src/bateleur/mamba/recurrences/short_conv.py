@@ -11,7 +11,8 @@ from bateleur.mamba.spec import at_least
 class ShortConv(Recurrence):
     """y = conv(x), without state, gates, parameters or ring. Source: LFM2, arXiv 2511.23404.
 
-    The gates before and after the convolution belong to the layer. The conv window undoes rejected draft tokens.
+    The gates before and after the convolution belong to the layer. After rejected drafts the conv window is read
+    from an earlier entry on.
 
     Raises ValueError as `Recurrence` does.
     """

@@ -2,8 +2,8 @@
 
 Prefills are processed token by token, like decodes, so a state has the same bits wherever a prompt is split.
 
-Each function has the signature of its operator. It returns `UNSUPPORTED` for arguments that it does not accept; the
-operator then uses the torch form.
+Each function has the signature of its operator. It returns `UNSUPPORTED` for arguments that it does not accept, for
+example if a row writes a state slot that another row reads. The operator then uses the torch form.
 """
 
 from collections.abc import Sequence

@@ -1,1 +1,1 @@
-"""Triton forms of the operators, which have the names and arguments of the operators."""
+"""Triton forms of the operators, with the same names, arguments and results as in `ops`."""

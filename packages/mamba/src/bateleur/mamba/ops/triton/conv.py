@@ -33,6 +33,7 @@ def inputs(x_C, window_C, position_E, count, window_C_real, real_C, x_token, ent
 
     ``x_C`` points to the request's first token, ``window_C`` to the oldest of the ``KEEP`` window entries, both by
     channel. Position -1 is the last window entry. If ``window_C_real`` is false, the window is zero and is not read.
+    ``x_token`` and ``entry`` are strides of tokens and window entries, ``real_C`` masks channels.
     """
     new_E, old_E = (position_E >= 0) & (position_E < count), position_E < 0
     x_EC = load_tile(x_C, position_E.to(tl.int64) * x_token, new_E, real_C).to(tl.float32)
@@ -45,7 +46,10 @@ def convolve(
     x_C, window_C, position_T, count, window_C_real, real_C, x_token, entry, weight_C, bias_C,
     WIDTH: tl.constexpr, HAS_BIAS: tl.constexpr, SILU: tl.constexpr,
 ):  # fmt: skip
-    """Return outputs (T, C) at ``position_T`` in float32. ``weight_C`` and ``bias_C`` are pointers by channel."""
+    """Return outputs (T, C) at ``position_T`` in float32. ``weight_C`` and ``bias_C`` are pointers by channel.
+
+    The others are arguments of `inputs`.
+    """
     y_TC = tl.zeros([position_T.shape[0], real_C.shape[0]], tl.float32)
     if HAS_BIAS:
         y_TC += tl.load(bias_C, mask=real_C, other=0).to(tl.float32)[None, :]
@@ -103,7 +107,7 @@ def conv_update_kernel(
 def causal_conv1d_update(
     x, weight, bias, conv_state, query_start_loc, max_query_len, read, offset, write, activation,
 ):  # fmt: skip
-    """Convolve 1 to 1 + K tokens (K drafts) per request. No request may write a state slot that another reads."""
+    """Triton form of `ops.causal_conv1d_update`, same arguments and result. No row may write a slot another reads."""
     require_dense(1, x=x, conv_state=conv_state)
     require_dense(2, weight=weight)
     num_rows, (num_tokens, channels), width = read.shape[0], x.shape, weight.shape[1]
@@ -121,7 +125,9 @@ def causal_conv1d_update(
 
 @triton.jit
 def _find_row(starts_ptr, tile, num_rows, TILE: tl.constexpr, BLOCK_R: tl.constexpr):
-    """Return a tile's row (request), and the row's first tile. Row ``num_rows`` has the tokens of no request."""
+    """Return the row (request) of tile number ``tile``, and the row's first tile. Row ``num_rows`` has the tokens of no
+    request.
+    """
     row = -1
     first_tile = 0
     for begin in range(0, num_rows + 1, BLOCK_R):
@@ -216,7 +222,7 @@ def causal_conv1d_varlen(
     x, weight, bias, conv_state, request_conv, query_start_loc, read, chunk_start_loc, chunk_row, chunk_write,
     request_conv_write, activation,
 ):  # fmt: skip
-    """Convolve all prefills in two launches, and write conv windows after chunks and requests."""
+    """Triton form of `ops.causal_conv1d_varlen`, same arguments and result, in two launches."""
     require_dense(1, x=x, conv_state=conv_state)
     require_dense(2, weight=weight)
     (num_tokens, channels), width = x.shape, weight.shape[1]

@@ -1,4 +1,4 @@
-"""The delta rules of decodes under FOLD: from a saved state and a ring of corrected values, without writing a state.
+"""The delta rules of decodes, state policy FOLD: from a saved state and a ring of corrected values; writes no state.
 
 A program is one warp. It has a tile of value channels of one head and request, reads its tile of the saved state once,
 and computes in float32 without tensor cores. A value channel needs all key channels but no other value channel, so
@@ -187,7 +187,7 @@ def delta_replay_update(
     state, ring_k, ring_u, ring_g, q, k, v, a, b, A, dt_bias, query_start_loc, max_query_len,
     slot, ring_row, ring_start, ring_len, beta_scale,
 ):  # fmt: skip
-    """Run a delta rule over 1 to 1 + K tokens (K drafts) per request with saved states and rings, in one launch."""
+    """Triton form of `ops.delta_replay_update`, same arguments and result, in one launch."""
     require_dense(1, q=q, k=k, v=v, a=a, b=b, A=A)
     require_dense(dt_bias.dim(), dt_bias=dt_bias)
     require_dense(3, state=state, ring_k=ring_k, ring_u=ring_u)

@@ -1,4 +1,5 @@
-"""The delta rules of decodes under SLOTS and the folds of their rings, with helpers of all delta-rule kernels.
+"""The delta rules: decodes with the state policy SLOTS, folds (ring entries added to states), and helpers of all
+delta-rule kernels.
 
 A program of `update_kernel` has one request, head and tile of value channels. It reads its tile of the state once, and
 keeps it in registers for all tokens of the request. A value channel needs all key channels but no other value channel,
@@ -42,7 +43,7 @@ _FOLD_ENTRIES = 8192  # of a state; half of it for float32, which has no tensor 
 
 @triton.jit
 def to_unit(square_T):
-    """Return the factors that normalize vectors with these squared lengths; zeros stay zeros."""
+    """Return the factors that normalize vectors with the squared lengths ``square_T``; zero vectors stay zero."""
     return tl.rsqrt(square_T + 1e-6)
 
 
@@ -55,7 +56,10 @@ def unit(x_TK):
 
 @triton.jit
 def log_decays(a_D, a_offset_T, A, bias_D, real_T, real_D):
-    """Return the log decays (T, D) of each token; ``a_D`` and ``bias_D`` are pointers to D elements."""
+    """Return log decays (T, D) ``A * softplus(a + bias)``, zeros where ``real_T`` (a mask of tokens) is false.
+
+    ``a_D + a_offset_T`` are the addresses of a, ``bias_D`` those of the bias; ``real_D`` masks decays.
+    """
     bias_D = tl.load(bias_D, mask=real_D, other=0).to(tl.float32)
     a_TD = load_tile(a_D, a_offset_T, real_T, real_D).to(tl.float32)
     return tl.where(real_T[:, None], A * softplus(a_TD + bias_D[None, :]), 0.0)
@@ -63,7 +67,7 @@ def log_decays(a_D, a_offset_T, A, bias_D, real_T, real_D):
 
 @triton.jit
 def betas(b_T, real_T, beta_scale):
-    """Return beta (T,) of each token, ``beta_scale * sigmoid(b)``; ``b_T`` are pointers to b."""
+    """Return beta (T,), ``beta_scale * sigmoid(b)``; ``b_T`` are pointers to b, ``real_T`` masks tokens."""
     return beta_scale * sigmoid(tl.load(b_T, mask=real_T, other=0).to(tl.float32))
 
 
@@ -75,7 +79,10 @@ def product(x, y, PRECISION: tl.constexpr):
 
 @triton.jit
 def sums_of_tokens(x_TD, REVERSE: tl.constexpr):
-    """Return inclusive running sums (T, D), from the end if REVERSE. Triton 3.6 scans one column only as a vector."""
+    """Return inclusive running sums over tokens, (T, D), from the last token if REVERSE.
+
+    Triton 3.6 can scan a single column only as a vector.
+    """
     if x_TD.shape[1] == 1:
         return tl.cumsum(tl.sum(x_TD, 1), 0, reverse=REVERSE)[:, None]
     return tl.cumsum(x_TD, 0, reverse=REVERSE)
@@ -85,8 +92,8 @@ def sums_of_tokens(x_TD, REVERSE: tl.constexpr):
 def solve(below_TT, x_VT, t, count):
     """Solve y (I + L)^T = x for the first ``count`` columns of x; L is ``below_TT`` below its diagonal.
 
-    Solved column by column. A product of powers of L would lose digits if keys repeat. No column depends on a later
-    one, even if that is NaN.
+    ``t``: the indices of the columns. Solved column by column, because a product of powers of L would lose digits if
+    keys repeat. No column depends on a later one, even if that is NaN.
     """
     for i in range(1, count):
         line_T = tl.sum(tl.where(t[:, None] == i, below_TT, 0.0), 0)
@@ -97,7 +104,11 @@ def solve(below_TT, x_VT, t, count):
 
 @triton.jit
 def zero_tokens(o_V, first, num_tokens, token, t, real_V):
-    """Zero the outputs of the tokens from ``first`` on, which belong to no request; token: stride of tokens."""
+    """Zero the outputs of the tokens from ``first`` on, which belong to no request.
+
+    ``o_V``: pointers to the channels of token 0, masked by ``real_V``. ``token``: stride of tokens. ``t``: a range, as
+    long as the tokens that are written at once.
+    """
     for begin in range(first, num_tokens, t.shape[0]):
         token_T = (begin + t).to(tl.int64)
         zero_TV = tl.zeros([t.shape[0], real_V.shape[0]], tl.float32)
@@ -106,8 +117,10 @@ def zero_tokens(o_V, first, num_tokens, token, t, real_V):
 
 @triton.jit
 def ring_keys(ring_k_K, ring_g_D, start, count, j, real_K, real_D, k_entry, g_entry, CAPACITY: tl.constexpr):
-    """Load the first ``count`` entries of a ring: (J, K) raw keys, (J, D) the decay after each entry, and (D,) the
-    decay of the saved state. Missing entries are zeros.
+    """Load ``count`` ring entries from entry ``start`` on; return raw keys (J, K), the product of the decay factors of
+    all later entries (J, D), and the product of all decay factors (D,). Keys of missing entries are zeros.
+
+    ``j``: indices of entries. ``real_K``, ``real_D``: masks of keys and decays. ``k_entry``, ``g_entry``: strides.
     """
     place_J, after_J = ((start + j) % CAPACITY).to(tl.int64), ((start + j + 1) % CAPACITY).to(tl.int64)
     k_JK = load_tile(ring_k_K, place_J * k_entry, j < count, real_K).to(tl.float32)
@@ -118,7 +131,7 @@ def ring_keys(ring_k_K, ring_g_D, start, count, j, real_K, real_D, k_entry, g_en
 
 
 def shape_options(q: Tensor, v: Tensor, a: Tensor) -> dict[str, int]:
-    """Return sizes for `tl.constexpr` arguments from q (..., G, Dk), v (..., H, Dv), a (..., H) or (..., H, Dk)."""
+    """Return the kernels' size constants, for q (..., G, Dk), v (..., H, Dv), a (..., H) or (..., H, Dk)."""
     heads, value_dim = v.shape[-2:]
     groups, key_dim = q.shape[-2:]
     decays = key_dim if a.dim() == v.dim() else 1
@@ -127,7 +140,10 @@ def shape_options(q: Tensor, v: Tensor, a: Tensor) -> dict[str, int]:
 
 @cache
 def block_options(key_dim: int, decays: int, *, least: int = 16, most: int = 1 << 20) -> dict[str, Any]:
-    """Return tile sizes of key channels, in [least, most], and of their decays; matrix products need at least 16."""
+    """Return the kernels' constants BLOCK_K, channels of a key tile, in [least, most], and BLOCK_D, its decays.
+
+    decays: decays of a head: 1, or one per key channel. least: 16 for matrix products.
+    """
     block_k = max(least, min(most, next_power_of_2(key_dim)))
     return {"BLOCK_K": block_k, "BLOCK_D": 1 if decays == 1 else block_k}
 
@@ -192,7 +208,7 @@ def update_kernel(
 def delta_state_update(
     state, q, k, v, a, b, A, dt_bias, query_start_loc, max_query_len, read, write, beta_scale,
 ):  # fmt: skip
-    """Run a delta rule over 1 to 1 + drafts tokens per request. No row may write a slot that another row reads."""
+    """Triton form of `ops.delta_state_update`, same arguments and result. No row may write a slot another reads."""
     require_dense(1, q=q, k=k, v=v, a=a, b=b, A=A)
     require_dense(dt_bias.dim(), dt_bias=dt_bias)
     require_dense(3, state=state)
@@ -280,10 +296,7 @@ def fold_kernel(
 def delta_fold_ring(
     state, conv_state, request_conv, ring_k, ring_u, ring_g, ring_row, ring_start, count, src, dst, page_offset,
 ):  # fmt: skip
-    """`ops.delta_fold_ring`, which describes the arguments, in one Triton launch.
-
-    No request may write a state slot that another one reads.
-    """
+    """Triton form of `ops.delta_fold_ring`, same arguments, in one launch. No row may write a slot another reads."""
     require_dense(1, conv_state=conv_state, request_conv=request_conv)
     require_dense(3, state=state, ring_k=ring_k, ring_u=ring_u)
     require_dense(ring_g.dim() - 2, ring_g=ring_g)

@@ -47,7 +47,8 @@ def _decayed_pairs(k_TK, q_TK, g_TK, t, BLOCK_T: tl.constexpr, PRECISION: tl.con
     """Return decayed products of keys and queries with earlier keys, (T, T) each, with one decay per key channel.
 
     The tile is halved recursively. The decay from a token of the earlier half to a token of the later half is split at
-    the border into two factors that are at most 1, so the products are a matrix product.
+    the border into two factors that are at most 1, so the products are a matrix product. ``g_TK``: log decays. ``t``:
+    indices of the tokens. PRECISION, EXACT: input precision of ``tl.dot`` for the products of queries, and all others.
     """
     i_T, j_T = t[:, None], t[None, :]
     key_TT = tl.zeros([BLOCK_T, BLOCK_T], tl.float32)
@@ -187,7 +188,7 @@ def delta_scan_varlen(
     q, k, v, a, b, A, dt_bias, state, query_start_loc, chunk_start_loc, chunk_row, row_chunk_loc,
     max_chunks_per_row, chunk_size, read, chunk_write, beta_scale,
 ):  # fmt: skip
-    """Run a delta rule over prefills in two or three launches. No request may write a state slot that another reads."""
+    """Triton form of `ops.delta_scan_varlen`, 2 or 3 launches. Same arguments, result. No row may write a slot another reads."""
     del max_chunks_per_row
     require_dense(1, q=q, k=k, v=v, a=a, b=b, A=A)
     require_dense(dt_bias.dim(), dt_bias=dt_bias)

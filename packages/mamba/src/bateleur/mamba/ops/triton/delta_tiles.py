@@ -92,7 +92,10 @@ def _product_of_parts(a, b, c, high, middle, low):
 
 @triton.jit
 def _coarse_product(a, b, high, middle, accumulator):
-    """Multiply two float32 matrices, split into two bfloat16 parts each: 16 bits, of which outputs keep 8."""
+    """Add the product of two float32 matrices, split into two bfloat16 parts each, to the accumulator.
+
+    The two parts have 16 bits together; outputs are rounded to 8 bits.
+    """
     accumulator = tl.dot(a, middle, accumulator)
     accumulator = tl.dot(b, high, accumulator)
     return tl.dot(a, high, accumulator)
@@ -116,8 +119,8 @@ def join_kernel(
     """Join the inverses of tiles of 16 tokens to the inverse T of a tile of 64, with the weights P of its queries.
 
     Grid (chunks x tiles of tokens, heads). Stores rows of T and of P T, split into bfloat16 parts. ``scale`` has
-    the factors that normalize keys and queries. They are replaced by: both times the decay from the start of the tile,
-    the factor of keys times the decay to the end of the tile, and the decay of the tile.
+    the two factors of each token that normalize its key and query. They are replaced by four: both times the decay from
+    the start of the tile, the key's times the decay to the end of the tile, and the decay of the tile.
     Occupancy on sm_90: at least 2 blocks per SM.
     """
     chunk, head = tl.program_id(0) // TILES, tl.program_id(1)
@@ -256,7 +259,11 @@ def scan_tiles(
     state, q, k, v, total, rest, inverse, query, scale, shape, distances,
     query_start_loc, chunk_start_loc, row_chunk_loc, chunk_size, read, chunk_write, o,
 ):  # fmt: skip
-    """Launch `join_kernel` and `walk_tiles_kernel`. ``total`` to ``scale`` are the results of `pairs_kernel`."""
+    """Launch `join_kernel` and `walk_tiles_kernel`, which write the outputs ``o`` and the states.
+
+    ``total`` to ``scale``: results of `pairs_kernel`. ``shape``: from `shape_options`. ``distances``: from
+    `token_distances`. The others: as in `ops.delta_scan_varlen`.
+    """
     heads, value_dim, key_dim = (shape[name] for name in ("HEADS", "VALUE_DIM", "KEY_DIM"))
     options = LAUNCH | {"TILE": TILE, "BLOCK_K": max(16, next_power_of_2(key_dim))}
     options |= {"INVERSE_PARTS": _INVERSE_PARTS, "QUERY_PARTS": _QUERY_PARTS}

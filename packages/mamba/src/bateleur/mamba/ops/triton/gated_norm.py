@@ -37,7 +37,7 @@ def norm_kernel(
 
 
 def gated_rms_norm(x, z, weight, groups, eps, norm_first=False, activation="silu"):
-    """Return the gated RMS norm of x (tokens, channels) in one launch; arguments as in the torch form."""
+    """Triton form of `ops.gated_rms_norm`, same arguments and result, in one launch."""
     require_gate(activation)
     require_dense(1, x=x, z=z, weight=weight)
     num_tokens, inner = x.shape

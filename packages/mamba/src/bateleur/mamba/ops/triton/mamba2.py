@@ -1,4 +1,4 @@
-"""The Mamba-2 recurrence of decodes, under SLOTS and under FOLD, and the folds of its rings.
+"""The Mamba-2 recurrence of decodes (state policies SLOTS and FOLD), and folds (ring entries added to states).
 
 Programs of `update_kernel` and `replay_kernel` have one request, head and tile of channels, and read their tile of the
 state once. update keeps it in registers for all tokens: the time is that of reading one state and of writing one state
@@ -89,7 +89,7 @@ def update_kernel(
 def selective_state_update(
     ssm_state, x, dt, A, B, C, D, dt_bias, query_start_loc, max_query_len, read, write, dt_min, dt_max,
 ):  # fmt: skip
-    """Run Mamba-2 over up to 1 + drafts tokens per request. No request may write a state slot that another reads."""
+    """Triton form of `ops.selective_state_update`, same arguments and result. No row may write a slot another reads."""
     require_dense(1, x=x, dt=dt, B=B, C=C)
     require_dense(3, ssm_state=ssm_state)
     num_rows, (num_tokens, heads, head_dim) = read.shape[0], x.shape
@@ -109,7 +109,10 @@ def selective_state_update(
 
 @triton.jit
 def _entries(old_ptr_L, new_ptr_L, place_J, token_J, old_J, new_J, real_L):
-    """Load a matrix (J, L) float32, L numbers per row: ring entries, then new tokens, then zeros."""
+    """Load a matrix (J, L) float32: ring entries (rows ``old_J``), then new tokens (rows ``new_J``), then zeros.
+
+    ``old_ptr_L + place_J`` and ``new_ptr_L + token_J`` are the addresses of their L numbers, masked by ``real_L``.
+    """
     old_JL = load_tile(old_ptr_L, place_J, old_J, real_L).to(tl.float32)
     return tl.where(new_J[:, None], load_tile(new_ptr_L, token_J, new_J, real_L).to(tl.float32), old_JL)
 
@@ -118,6 +121,8 @@ def _entries(old_ptr_L, new_ptr_L, place_J, token_J, old_J, new_J, real_L):
 def _weights(CB_TJ, g_J, step_J, length, t, j):
     """Return the decay from the saved state to each query (T,), and the weight of each entry for each query (T, J).
 
+    Entries are ``length`` ring entries, then the new tokens, with log decays ``g_J`` and step sizes ``step_J``.
+    ``CB_TJ``: products of C of each query with B of each entry. ``t``, ``j``: indices of queries and entries.
     Sums for queries and entries add the same numbers in the same order, so the decay of a query to itself is exactly 1.
     """
     sum_J = tl.sum(tl.where(j[:, None] >= j[None, :], g_J[None, :], 0.0), 1)
@@ -131,6 +136,8 @@ def _weights(CB_TJ, g_J, step_J, length, t, j):
 def _add_new(y_TP, weight_TJ, x_P, x_token, real_P, length, count, t, j):
     """Add the new tokens to the outputs one by one: in a matrix product, a NaN draft would be multiplied by zero, and
     the result would be NaN for earlier tokens.
+
+    ``x_P``: pointers to the first of ``count`` new tokens. ``x_token``: stride of tokens. The others: see `_weights`.
     """
     for i in range(count):
         own_P = tl.load(x_P + i * x_token, mask=real_P, other=0).to(tl.float32)
@@ -210,7 +217,7 @@ def replay_update(
     ssm_state, ring_x, ring_dt, ring_B, x, dt, A, B, C, D, dt_bias, query_start_loc, max_query_len,
     slot, ring_row, ring_start, ring_len, dt_min, dt_max,
 ):  # fmt: skip
-    """Run Mamba-2 over 1 to 1 + K tokens (K drafts) per request with saved states and rings, in one launch."""
+    """Triton form of `ops.replay_update`, same arguments and result, in one launch."""
     require_dense(1, x=x, dt=dt, B=B, C=C)
     require_dense(2, ring_dt=ring_dt)
     require_dense(3, ssm_state=ssm_state, ring_x=ring_x, ring_B=ring_B)
@@ -306,7 +313,7 @@ def fold_kernel(
 def fold_ring(
     ssm_state, conv_state, request_conv, ring_x, ring_dt, ring_B, A, ring_row, ring_start, count, src, dst, page_offset,
 ):  # fmt: skip
-    """Update saved states with ring entries in one launch. No request may write a state slot that another reads."""
+    """Triton form of `ops.fold_ring`, same arguments, in one launch. No row may write a slot another reads."""
     require_dense(1, conv_state=conv_state, request_conv=request_conv, A=A)
     require_dense(2, ring_dt=ring_dt)
     require_dense(3, ssm_state=ssm_state, ring_x=ring_x, ring_B=ring_B)

@@ -133,7 +133,7 @@ def _own_tokens(
     y_MP, C_MN, sum_M, m, x_P, B_N, step_ptr, sum_ptr, first, length, x_token, B_token, real_P, real_N,
     BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Add to the outputs ``y_MP`` the contributions of the chunk's tokens up to each query."""
+    """Return the outputs ``y_MP`` plus the contributions of the chunk's tokens up to each of the queries ``m``."""
     for begin in range(0, tl.minimum(length, tl.max(m, 0) + 1), BLOCK_K):
         k = begin + tl.arange(0, BLOCK_K)
         real_K, token_K = k < length, (first + k).to(tl.int64)
@@ -197,7 +197,7 @@ def ssd_scan_varlen(
     x, dt, A, B, C, D, dt_bias, ssm_state, query_start_loc, chunk_start_loc, chunk_row, row_chunk_loc,
     max_chunks_per_row, chunk_size, read, chunk_write, dt_min, dt_max,
 ):  # fmt: skip
-    """Run the Mamba-2 recurrence over prefills in 4 launches. No request may write a state slot that another reads."""
+    """Triton form of `ops.ssd_scan_varlen` (same arguments, result), 4 launches. No row may write a slot another reads."""
     del max_chunks_per_row
     require_dense(1, x=x, dt=dt, B=B, C=C)
     require_dense(3, ssm_state=ssm_state)

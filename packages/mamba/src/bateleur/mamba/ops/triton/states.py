@@ -62,7 +62,7 @@ def copy_kernel(
 
 
 def copy_states(conv_state, ssm_state, conv_src, conv_bias, ssm_src, dst):
-    """Copy states between state slots in one launch. No request may write a state slot that another reads."""
+    """Triton form of `ops.copy_states`, same arguments, in one launch. No row may write a slot another reads."""
     require_dense(1, conv_state=conv_state)
     layers, _, entries, channels = conv_state.shape
     size, strides = 0, (0, 0)  # no SSM states
@@ -106,7 +106,7 @@ def window_kernel(
 
 
 def fold_window(conv_state, request_conv, ring_row, dst, page_offset):
-    """Copy conv windows of running requests to state slots, in one launch for all layers."""
+    """Triton form of `ops.fold_window`, same arguments, in one launch for all layers."""
     require_dense(1, conv_state=conv_state, request_conv=request_conv)
     layers, _, keep, channels = conv_state.shape
     block_c, num_rows = 512, dst.shape[0]

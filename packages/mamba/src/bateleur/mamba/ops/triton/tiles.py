@@ -77,13 +77,13 @@ def unless_null(slot, size):
 
 @triton.jit
 def load_tile(ptr_L, offset_E, real_E, real_L):
-    """Load a tile (E, L) from the addresses ``ptr_L + offset_E``, zeros where masked."""
+    """Load a tile (E, L) from the addresses ``ptr_L + offset_E``; zeros where ``real_E`` or ``real_L`` is false."""
     return tl.load(ptr_L[None, :] + offset_E[:, None], mask=real_E[:, None] & real_L[None, :], other=0)
 
 
 @triton.jit
 def store_tile(ptr_L, offset_E, value_EL, real_E, real_L):
-    """Store a tile (E, L) to the addresses ``ptr_L + offset_E``, in the dtype of the memory."""
+    """Store a tile (E, L) to the addresses ``ptr_L + offset_E``, in the dtype of the memory; masks: real_E, real_L."""
     element = ptr_L.dtype.element_ty
     tl.store(ptr_L[None, :] + offset_E[:, None], value_EL.to(element), mask=real_E[:, None] & real_L[None, :])
 
@@ -112,7 +112,10 @@ def row_shares(num_rows: int, programs: int) -> int:
 
 @triton.jit
 def zero_tail(out_ptr, first, num_tokens, width, lane_L, real_L):
-    """Zero the outputs of tokens from ``first`` on, which belong to no request; width: stride of tokens."""
+    """Zero the outputs of tokens from ``first`` on, which belong to no request.
+
+    ``width``: stride of tokens. ``lane_L``: channels to zero, masked by ``real_L``.
+    """
     out_L = out_ptr + first.to(tl.int64) * width + lane_L
     for _ in range(num_tokens - first):
         tl.store(out_L, tl.zeros(lane_L.shape, out_ptr.dtype.element_ty), mask=real_L)
@@ -155,7 +158,9 @@ def precision(dtype: torch.dtype, *, state: bool = False) -> str:
 
 @cache
 def state_tile(head_dim: int, entries: int) -> int:
-    """Return a tile's channels: the largest power of two in [16, entries] that pads `head_dim` by at most a quarter."""
+    """Return the head channels of a tile: the largest power of two in [16, `entries`] that pads `head_dim` by at most a
+    quarter.
+    """
     rows = max(16, min(entries, next_power_of_2(head_dim)))
     while rows > 16 and -(-head_dim // rows) * rows * 4 > head_dim * 5:
         rows //= 2
@@ -164,7 +169,10 @@ def state_tile(head_dim: int, entries: int) -> int:
 
 @cache
 def fold_options(capacity: int, keep: int, dtype: torch.dtype) -> dict[str, Any]:
-    """Return options that all kernels of folds have, for rings of `capacity` and conv windows of `keep` entries."""
+    """Return options that all kernels of folds have, for rings of `capacity` and conv windows of `keep` entries.
+
+    dtype: dtype of the ring's inputs, see `precision`.
+    """
     return LAUNCH | {
         "BLOCK_J": max(16, next_power_of_2(capacity)),
         "PRECISION": precision(dtype, state=True),
