@@ -222,7 +222,7 @@ class Recurrence(ABC):
 
     @property
     def request_conv_bytes(self) -> int:
-        """Bytes of a running request's own conv window; 0 for the state policy SLOTS, with the window in the slot."""
+        """Bytes of a running request's own conv window; 0 for the state policy SLOTS (window in the state slot)."""
         folds = self.policy is StatePolicy.FOLD
         return math.prod(self.request_conv_shape) * self.conv_dtype.itemsize if folds else 0
 
@@ -232,7 +232,7 @@ class Recurrence(ABC):
 
     @property
     def num_speculative_blocks(self) -> int:
-        """Number of state slots per request for states after draft tokens: one per draft, 0 for the policy FOLD."""
+        """Number of state slots per request for states after draft tokens: one per draft; 0 for the state policy FOLD."""
         return self.num_speculative_tokens if self.policy is StatePolicy.SLOTS else 0
 
     def max_memory_usage_bytes(self, layout: CacheLayout) -> int:

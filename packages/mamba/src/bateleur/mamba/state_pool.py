@@ -96,7 +96,7 @@ class StatePool:
         return conv[at], None if state is None else state[at]
 
     def rings(self, index: int) -> Rings | None:
-        """Return the rings (inputs after the saved states) of layer `index`; None for the policy SLOTS."""
+        """Return the rings (inputs after the saved states) of layer `index`; None for the state policy SLOTS."""
         if not self._rings:
             return None
         kind, at = self._place[index]

@@ -52,7 +52,7 @@ def step_plan_kernel(
     WIDTH: tl.constexpr, SIZE: tl.constexpr, BOUNDARIES: tl.constexpr, HAS_ACCEPTED: tl.constexpr,
     HAS_PREV: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Compute the state slots that a step reads and writes; state policy SLOTS (a slot a draft). Grid (tiles of rows).
+    """Compute the state slots that a step reads and writes; state policy SLOTS (slot per draft). Grid (tiles of rows).
 
     Occupancy on sm_90: at least 16 blocks per SM.
     SIZE: tokens of a block. BOUNDARIES: false in cache mode NONE, which ignores SIZE.

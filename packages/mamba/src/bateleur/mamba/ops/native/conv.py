@@ -32,7 +32,7 @@ def causal_conv1d_update(
     x: Tensor, weight: Tensor, bias: Tensor | None, conv_state: Tensor, query_start_loc: Tensor, max_query_len: int,
     read: Tensor, offset: Tensor, write: Tensor, activation: str,
 ) -> Tensor | Unsupported:  # fmt: skip
-    """C form of `ops.causal_conv1d_update`, same arguments and result; `UNSUPPORTED` for arguments that C does not accept."""
+    """C form of `ops.causal_conv1d_update`: same arguments and result, or `UNSUPPORTED` (see `ops.native`)."""
     room = weight.shape[1] - 2 + max_query_len  # inputs that a row writes to its slot
     floats = takes(max_query_len, (x, weight, bias, conv_state)) and fits(x, weight, conv_state, room)
     integers = is_indexed(query_start_loc, read, offset, write)
@@ -59,7 +59,7 @@ def causal_conv1d_varlen(
     query_start_loc: Tensor, read: Tensor, chunk_start_loc: Tensor, chunk_row: Tensor, chunk_write: Tensor,
     request_conv_write: Tensor | None, activation: str,
 ) -> Tensor | Unsupported:  # fmt: skip
-    """C form of `ops.causal_conv1d_varlen`, same arguments and result; `UNSUPPORTED` for arguments that C does not accept."""
+    """C form of `ops.causal_conv1d_varlen`: same arguments and result, or `UNSUPPORTED` (see `ops.native`)."""
     del query_start_loc
     keep, places = weight.shape[1] - 1, contiguous(read, chunk_start_loc, chunk_row, chunk_write)
     windows: tuple[int | None, ...] = (None, 0, None)

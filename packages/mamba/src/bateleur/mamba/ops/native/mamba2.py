@@ -66,7 +66,7 @@ def selective_state_update(
     ssm_state: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, dt_bias: Tensor,
     query_start_loc: Tensor, max_query_len: int, read: Tensor, write: Tensor, dt_min: float, dt_max: float,
 ) -> Tensor | Unsupported:  # fmt: skip
-    """C form of `ops.selective_state_update`, same arguments and result; `UNSUPPORTED` for arguments that C does not accept."""
+    """C form of `ops.selective_state_update`: same arguments and result, or `UNSUPPORTED` (see `ops.native`)."""
     inputs = (x, dt, A, B, C, D, dt_bias)
     integers = is_indexed(query_start_loc, read, write) and write.shape[1] >= max_query_len
     if not (read.shape[0] and integers and takes_layer(max_query_len, ssm_state, *inputs)):
@@ -87,7 +87,7 @@ def ssd_scan_varlen(
     query_start_loc: Tensor, chunk_start_loc: Tensor, chunk_row: Tensor, row_chunk_loc: Tensor,
     max_chunks_per_row: int, chunk_size: int, read: Tensor, chunk_write: Tensor, dt_min: float, dt_max: float,
 ) -> Tensor | Unsupported:  # fmt: skip
-    """C form of `ops.ssd_scan_varlen`, same arguments and result; `UNSUPPORTED` for arguments that C does not accept."""
+    """C form of `ops.ssd_scan_varlen`: same arguments and result, or `UNSUPPORTED` (see `ops.native`)."""
     del query_start_loc, max_chunks_per_row, chunk_size
     inputs = (x, dt, A, B, C, D, dt_bias)
     integers = is_indexed(chunk_start_loc, read, chunk_write) and row_chunk_loc.dtype == torch.int32
@@ -106,7 +106,7 @@ def ssd_scan_varlen(
 def gated_rms_norm(
     x: Tensor, z: Tensor, weight: Tensor, groups: int, eps: float, norm_first: bool = False, activation: str = "silu"
 ) -> Tensor | Unsupported:
-    """C form of `ops.gated_rms_norm`, same arguments and result; `UNSUPPORTED` for arguments that C does not accept."""
+    """C form of `ops.gated_rms_norm`: same arguments and result, or `UNSUPPORTED` (see `ops.native`)."""
     tokens, inner = x.shape
     known = inner // groups <= MOST_STATE and weight.is_contiguous() and activation in ("silu", "sigmoid")
     if not (known and takes(1, (x, z, weight))):

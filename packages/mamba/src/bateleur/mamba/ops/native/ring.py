@@ -45,7 +45,7 @@ def replay_update(
     C: Tensor, D: Tensor, dt_bias: Tensor, query_start_loc: Tensor, max_query_len: int, slot: Tensor, ring_row: Tensor,
     ring_start: Tensor, ring_len: Tensor, dt_min: float, dt_max: float,
 ) -> Tensor | Unsupported:  # fmt: skip
-    """C form of `ops.replay_update`, same arguments and result; `UNSUPPORTED` for arguments that C does not accept."""
+    """C form of `ops.replay_update`: same arguments and result, or `UNSUPPORTED` (see `ops.native`)."""
     inputs, rings = (x, dt, A, B, C, D, dt_bias), (ring_x, ring_dt, ring_B)
     floats = takes_layer(max_query_len, ssm_state, *inputs) and takes(1, (x, ring_x, ring_B), (ring_dt,))
     integers = is_indexed(query_start_loc, slot, ring_row, ring_start, ring_len)
@@ -86,7 +86,7 @@ def fold_ring(
     ssm_state: Tensor, conv_state: Tensor, request_conv: Tensor, ring_x: Tensor, ring_dt: Tensor, ring_B: Tensor,
     A: Tensor, ring_row: Tensor, ring_start: Tensor, count: Tensor, src: Tensor, dst: Tensor, page_offset: Tensor,
 ) -> Unsupported | None:  # fmt: skip
-    """C form of `ops.fold_ring`, same arguments; `UNSUPPORTED` for arguments that C does not accept."""
+    """C form of `ops.fold_ring`: same arguments and result, or `UNSUPPORTED` (see `ops.native`)."""
     places = ring_row, ring_start, count, src, dst, page_offset
     pages = ssm_state.stride()[2:] == (math.prod(ssm_state.shape[3:]), ssm_state.shape[4], 1)
     pages = pages and fits(ssm_state.shape[3], ssm_state.shape[4])

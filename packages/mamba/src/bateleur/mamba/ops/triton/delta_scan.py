@@ -188,7 +188,10 @@ def delta_scan_varlen(
     q, k, v, a, b, A, dt_bias, state, query_start_loc, chunk_start_loc, chunk_row, row_chunk_loc,
     max_chunks_per_row, chunk_size, read, chunk_write, beta_scale,
 ):  # fmt: skip
-    """Triton form of `ops.delta_scan_varlen`, 2 or 3 launches. Same arguments, result. No row may write a slot another reads."""
+    """Triton form of `ops.delta_scan_varlen`, same arguments and result, in two or three launches.
+
+    No request may write a state slot that another reads.
+    """
     del max_chunks_per_row
     require_dense(1, q=q, k=k, v=v, a=a, b=b, A=A)
     require_dense(dt_bias.dim(), dt_bias=dt_bias)

@@ -197,7 +197,10 @@ def ssd_scan_varlen(
     x, dt, A, B, C, D, dt_bias, ssm_state, query_start_loc, chunk_start_loc, chunk_row, row_chunk_loc,
     max_chunks_per_row, chunk_size, read, chunk_write, dt_min, dt_max,
 ):  # fmt: skip
-    """Triton form of `ops.ssd_scan_varlen` (same arguments, result), 4 launches. No row may write a slot another reads."""
+    """Triton form of `ops.ssd_scan_varlen`, same arguments and result, in 4 launches.
+
+    No request may write a state slot that another reads.
+    """
     del max_chunks_per_row
     require_dense(1, x=x, dt=dt, B=B, C=C)
     require_dense(3, ssm_state=ssm_state)
