@@ -232,7 +232,7 @@ class Recurrence(ABC):
 
     @property
     def num_speculative_blocks(self) -> int:
-        """Number of state slots per request for states after draft tokens: one per draft; 0 for the state policy FOLD."""
+        """State slots per request for states after draft tokens: one per draft; 0 for the state policy FOLD."""
         return self.num_speculative_tokens if self.policy is StatePolicy.SLOTS else 0
 
     def max_memory_usage_bytes(self, layout: CacheLayout) -> int:

@@ -91,12 +91,12 @@ class CacheLayout:
             )
 
     def columns(self) -> int:
-        """Return the number of columns of a block table: one per block, plus one per draft for the state policy SLOTS."""
+        """Return the number of columns of a block table: one per block, plus (state policy SLOTS) one per draft."""
         return -(-self.max_model_len // self.block_size) + self.num_speculative_blocks
 
     @property
     def num_speculative_blocks(self) -> int:
-        """Number of columns that a step may write after its last token's column: one per draft, 0 for state policy FOLD."""
+        """Columns that a step may write after its last token's column: one per draft; 0 for the state policy FOLD."""
         return self.num_speculative_tokens if self.policy is StatePolicy.SLOTS else 0
 
     def slots_per_request(self) -> int:

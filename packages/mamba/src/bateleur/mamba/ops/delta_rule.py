@@ -48,7 +48,7 @@ def unit(x: Tensor, heads: int) -> Tensor:
 def gates(
     a: Tensor, b: Tensor, A: Tensor, dt_bias: Tensor, beta_scale: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Return log decays (T, H, 1 or Dk) and beta (T, H, 1) from the raw a and b."""
+    """Return log decays (T, H, 1 or Dk) and beta (T, H, 1) in `dtype`, from the raw a and b."""
     g = F.softplus(a.to(dtype) + dt_bias)
     g = (g * A).unsqueeze(2) if a.dim() == 2 else g * A[:, None]
     return g, b.to(dtype).sigmoid().unsqueeze(2) * beta_scale

@@ -123,9 +123,7 @@ class ReplayPlan(RowPlan):
 class FoldPlan(RowPlan):
     """Entries of rings (later inputs) to add to saved states, and values for the next step; all (R,) int64.
 
-    State policy FOLD.
-
-    All fields are 0 in rows without tokens.
+    State policy FOLD. All fields are 0 in rows without tokens.
     """
 
     dst: Tensor

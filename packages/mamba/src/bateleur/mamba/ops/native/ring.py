@@ -76,7 +76,7 @@ class _FoldLayers(Struct):
 
 
 def _takes_windows(conv_state: Tensor, request_conv: Tensor, ring_dt: Tensor) -> bool:
-    """Return whether shapes and strides of conv states and of the requests' conv windows are supported."""
+    """Return whether strides and dtypes of conv states and of the requests' conv windows are supported."""
     lanes = conv_state.shape[3]
     dense = all(each.stride()[2:] == (lanes, 1) for each in (conv_state, request_conv))
     return dense and conv_state.dtype == request_conv.dtype and request_conv.shape[1] == ring_dt.shape[1]
