@@ -73,7 +73,7 @@ class MambaMetadataBuilder:
 
     @staticmethod
     def supports(num_speculative_tokens: int) -> GraphSupport:
-        """Return which batches a full graph can be captured for: decode batches only.
+        """Return which batches a full graph can be captured for: decodes only, all with equally many tokens.
 
         With prefills, the numbers of decodes and chunks are sizes that a graph would fix.
         """
@@ -132,8 +132,8 @@ class MambaMetadataBuilder:
         With `states`, these steps need no `commit` either: it would store the values that are there. Assumes that the
         block tables do not change. 0 for prefills, state policy FOLD, and with `states` unless the batch is settled.
 
-        settled: whether the step before was of the same requests, with one token each. A step after drafts is not: it
-            reads the state after the last accepted one.
+        settled: whether the step before was of the same requests, with one token each. After a step with drafts, the
+            next one reads the state after the last accepted token, so its metadata differ.
         """
         lens = common.seq_len_bound.upper[: common.num_actual_reqs]
         continues = common.max_query_len == 1 and len(lens) and (lens > 1).all()

@@ -1,6 +1,6 @@
 """Splits the prefills of a step into chunks, and selects the state slots that keep the states after chunks.
 
-Pf are the prefill rows of a step.
+Pf is the number of prefill rows (requests) of a step.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ class PrefixRetention:
 
     @classmethod
     def of(cls, layout: CacheLayout) -> PrefixRetention:
-        """Return the default of a cache mode: NONE keeps no state, ALL all, ALIGN the newest and the prompt's last."""
+        """Return the default of a cache mode: NONE keeps no boundary, ALL all, ALIGN the newest and a prompt's last."""
         align = layout.mode is MambaCacheMode.ALIGN
         every = layout.block_size if layout.mode is MambaCacheMode.ALL else 0
         return cls(layout.block_size, every, align, align)

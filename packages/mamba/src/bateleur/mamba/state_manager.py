@@ -3,7 +3,7 @@
 A Mamba block is one state slot in the block table of a request. Column c holds the state after at most
 (c + 1) * block_size tokens. While the request computes the tokens of the block, the slot is overwritten. When the block
 is full, the slot is never written again and may be added to the prefix cache. The state after t tokens is in column
-(t - 1) // block_size. R are the rows of a step.
+(t - 1) // block_size. R is the number of rows (requests) of a step.
 """
 
 from collections.abc import Callable, Iterable, Sequence

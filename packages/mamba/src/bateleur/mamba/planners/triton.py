@@ -20,7 +20,10 @@ def load(ptr, row_R, real_R):
 
 @triton.jit
 def slot(row_ptr_R, table_column, column_R, real_R):
-    """Load state slots (R,) int64 from the block table at columns `column_R`, 0 where `real_R` is False."""
+    """Load state slots (R,) int64 from the block table at columns `column_R`, 0 where `real_R` is False.
+
+    `row_ptr_R`: addresses of the requests' block-table rows. `table_column`: stride of columns.
+    """
     return tl.load(row_ptr_R + column_R * table_column, mask=real_R, other=0).to(tl.int64)
 
 

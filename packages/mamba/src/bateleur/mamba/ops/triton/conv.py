@@ -125,7 +125,7 @@ def causal_conv1d_update(
 
 @triton.jit
 def _find_row(starts_ptr, tile, num_rows, TILE: tl.constexpr, BLOCK_R: tl.constexpr):
-    """Return the row (request) of tile ``tile``, and the row's first tile. Row ``num_rows`` has tokens of no request."""
+    """Return the row (request) of a tile, and the row's first tile. Row ``num_rows`` has the tokens of no request."""
     row = -1
     first_tile = 0
     for begin in range(0, num_rows + 1, BLOCK_R):

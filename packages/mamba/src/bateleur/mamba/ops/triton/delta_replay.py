@@ -30,13 +30,13 @@ _SEVERAL_TILE_ENTRIES = 2048  # for several tokens a row, which keep the state i
 
 @triton.jit
 def _load(ptr, lane, SIZE: tl.constexpr, there):
-    """Load ``ptr[lane]``: zeros for indices ``lane`` from ``SIZE`` on, and only zeros unless ``there``."""
+    """Load ``ptr[lane]``; zeros where the index ``lane`` is at least SIZE, and everywhere if ``there`` is false."""
     return tl.load(ptr + lane, mask=lane < tl.where(there, SIZE, 0), other=0)
 
 
 @triton.jit
 def _store(ptr, lane, SIZE: tl.constexpr, value, there):
-    """Store ``value`` to ``ptr[lane]`` for indices ``lane`` below ``SIZE``; store nothing unless ``there``."""
+    """Store ``value`` to ``ptr[lane]`` where the index ``lane`` is below SIZE; nothing if ``there`` is false."""
     tl.store(ptr + lane, value.to(ptr.dtype.element_ty), mask=lane < tl.where(there, SIZE, 0))
 
 

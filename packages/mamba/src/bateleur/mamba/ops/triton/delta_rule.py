@@ -49,7 +49,7 @@ def to_unit(square_T):
 
 @triton.jit
 def unit(x_TK):
-    """Normalize rows to length 1, in float32."""
+    """Normalize the rows of a matrix (T, K) to length 1, in float32."""
     x_TK = x_TK.to(tl.float32)
     return x_TK * to_unit(tl.sum(x_TK * x_TK, 1))[:, None]
 
@@ -233,7 +233,10 @@ def _fold_head(
     CAPACITY: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Update the state of one head of one request with its ring entries; ring pointers point to the request's ring."""
+    """Update the state of one head of one request with ``count`` ring entries from entry ``start`` on.
+
+    The ring pointers point to the request's ring.
+    """
     j, k, d = tl.arange(0, BLOCK_J), tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_D)
     real_J, real_K = j < count, k < KEY_DIM
     k_JK, left_JD, fade_D = ring_keys(
