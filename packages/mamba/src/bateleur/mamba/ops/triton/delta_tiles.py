@@ -44,8 +44,8 @@ def token_distances(q: Tensor, k: Tensor, v: Tensor) -> dict[str, int]:
 
 
 def takes_tiles(q: Tensor, k: Tensor, distances: dict[str, int], decays: int, chunk_size: int) -> bool:
-    """Return whether tiles of 64 tokens can be used: bfloat16, one decay per head, at most 128 key channels, chunks longer
-    than 16 tokens, and keys and queries that begin at multiples of 16 elements. distances: from `token_distances`.
+    """Return whether tiles of 64 tokens can be used: bfloat16, one decay per head, at most 128 key channels, chunks of
+    more than 16 tokens, and keys and queries that begin at multiples of 16 elements. distances: see `token_distances`.
 
     Unaligned keys and queries are not copied to shared memory ahead, so other matrices get the same addresses there.
     For two matrix layouts at one address, ptxas 12.8 (Triton 3.6) makes wrong descriptors.
