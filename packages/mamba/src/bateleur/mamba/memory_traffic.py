@@ -1,8 +1,8 @@
 """Bytes moved per step, request and layer: the least that the operators have to read and write.
 
 Counted are the tensors of each request: states, conv windows, rings, inputs and outputs. Shared weights and small index
-tensors are not counted. A state counts once as read and once as written, regardless of the number of
-tokens. The result divided by the memory bandwidth is a lower bound of the time.
+tensors are not counted. A state counts as read once per step or fold, regardless of the number of tokens. The result
+divided by the memory bandwidth is a lower bound of the time.
 """
 
 from __future__ import annotations

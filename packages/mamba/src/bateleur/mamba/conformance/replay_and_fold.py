@@ -19,7 +19,10 @@ _LEAST_STEPS, _MOST_STEPS = 12, 120
 
 @dataclass(slots=True)
 class _Request:
-    """A request: row of its ring, slot and length of its saved state, and each layer's states after later tokens."""
+    """A request: row of its ring, slot and length of its saved state, and each layer's states after later tokens.
+
+    states[layer][i] is the state after i more tokens than the saved state has.
+    """
 
     row: int
     slot: int
@@ -89,7 +92,10 @@ class _Run:
         return done | self._fold(requests, [a for _, a in counts])
 
     def _counts(self, request: _Request, operations: set[str]) -> tuple[int, int]:
-        """Choose numbers of tokens and of accepted tokens for a request's next step, mostly numbers in `operations`."""
+        """Choose numbers of tokens and of accepted tokens for a request's next step, mostly a case in `operations`.
+
+        A case is "a of q": a accepted tokens of q.
+        """
         most = min(1 + self.drafts, self.capacity - request.length)
         pairs = [(q, a) for q in range(1, 1 + most) for a in range(1, 1 + q)]
         wanted = [(q, a) for q, a in pairs if f"{a} of {q}" in operations]
