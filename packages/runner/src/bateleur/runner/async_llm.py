@@ -77,6 +77,7 @@ class AsyncLLM:
         A slow reader gets fewer outputs; deltas are merged. Leaving the iterator aborts the request, at the latest when
         the iterator is closed. The request stops within one step.
         Raises ValueError if the request could never run, QueueFull, EngineDead; RuntimeError in a forked process.
+        Parameters: see `LLM.add_request`.
         """
         reader = await self.submit(
             [prompt], sampling_params, request_ids=[request_id], priority=priority, lora_request=lora_request
@@ -97,7 +98,9 @@ class AsyncLLM:
         priority: int = 0,
         lora_request: LoRARequest | None = None,
     ) -> OutputReader:
-        """Queue requests, all or none, and return their `OutputReader`. Call `abort_unfinished` at the end."""
+        """Queue requests, all or none, and return their `OutputReader`. Call `abort_unfinished` at the end.
+        request_ids: one per prompt; None lets the engine choose. Other parameters and errors: see `generate`.
+        """
         self.llm.check_process()
         if (dead := self._thread.ended) is not None:
             raise EngineDead(*dead.args) from self.error
@@ -142,8 +145,8 @@ class AsyncLLM:
         self._thread.abort([text("request_id", request_id)])
 
     async def run_in_thread(self, function: Callable[[], T], *, long: bool = False) -> T:
-        """Run a function that takes long but is not a step, such as tokenisation, outside of the event loop.
-        long: whether it may take much longer than tokenising the longest prompt, so that prompts must not wait for it.
+        """Run a slow function that is not a step, such as tokenisation, in another thread; return its result.
+        long: whether it may take much longer than tokenising a prompt; it then uses threads on which no prompt waits.
         """
         return await self._run_in("long-texts" if long else "admission", function)
 
@@ -163,7 +166,7 @@ class AsyncLLM:
         return await self.inspect(lambda llm: llm.list_loras())
 
     async def inspect(self, look: Callable[[LLM], T]) -> T:
-        """Return `look(llm)`. It is called between two steps, or after the engine has ended."""
+        """Call `look(llm)` in the engine thread, between two steps or after the engine has ended; return its result."""
         return await asyncio.wrap_future(self._thread.call(look))
 
     async def get_metrics(self) -> EngineStats:

@@ -81,7 +81,7 @@ class OutputReader:
         self._wake = asyncio.Event()
 
     def deliver(self, output: RequestOutput) -> bool:
-        """Add an output, in the engine thread. Returns whether `wake` must be scheduled in the reader's event loop."""
+        """Add an output, in the engine thread. Returns whether the caller must schedule `wake` in the reader's loop."""
         with self._lock:
             queued = self._arrived.setdefault(output.request_id, output)
             if queued is not output:
@@ -164,7 +164,7 @@ class EngineThread(Thread):
 
     def add(self, requests: list[RequestGroup], reader: OutputReader) -> Future[None]:
         """Run these requests and report to this reader. No other request may have their ids.
-        The future ends when they are queued. It raises the ValueError of a LoRA adapter that can't be loaded.
+        The future ends when the requests are queued, or with the ValueError of a LoRA adapter that can't be loaded.
         """
         names, queued = tuple(reader.unfinished), Future[None]()
 
@@ -186,7 +186,7 @@ class EngineThread(Thread):
         self._post(partial(self._abort, tuple(request_ids)), lambda dead: None)
 
     def call(self, function: Callable[[LLM], T]) -> Future[T]:
-        """Return a future of `function(llm)`, called between two steps, or at once if the engine has ended."""
+        """Call `function(llm)` between two steps, or at once if the engine has ended; return its future result."""
         future: Future[T] = Future()
         settle = partial(_settle, future, partial(function, self.llm))
         self._post(settle, lambda dead: settle())

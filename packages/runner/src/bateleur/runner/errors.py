@@ -121,11 +121,11 @@ class QueueFull(RuntimeError):
 
 
 class AdaptersBusy(ValueError):
-    """`add_lora` found all adapter slots in use by unfinished requests. A request for an adapter waits instead."""
+    """`add_lora` found all adapter slots in use by unfinished requests. A generation request waits instead."""
 
 
 class ContextLengthExceeded(ValueError):
-    """A prompt leaves no room for an output token within `max_model_len`. length: such as "3000 tokens"."""
+    """A prompt leaves no room for an output token within `max_model_len`. length: the prompt's, as "3000 tokens"."""
 
     def __init__(self, length: str, max_model_len: int) -> None:
         # Clients search for "maximum context length is N tokens" and "reduce the length of the messages".
@@ -172,7 +172,7 @@ class MissingExtra(ImportError, ValueError):
 
 
 class PrefixRefused(ValueError):
-    """A file is not a usable prefix for this engine."""
+    """A file is not a usable prefix for this engine. `reason`, a word such as "corrupt", says why."""
 
     def __init__(self, reason: str, message: str) -> None:
         super().__init__(message)

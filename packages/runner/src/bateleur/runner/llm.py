@@ -332,7 +332,7 @@ class LLM:
         lora_request: LoRARequest | None = None,
     ) -> RequestGroup:
         """Return a request for `add_prepared`. Raises ValueError if it could never run.
-        Any thread may call this at any time. The caller must keep request ids unique.
+        Any thread may call this at any time. The caller must keep request ids unique. Parameters: see `add_request`.
         """
         return self._input_processor.request(
             prompt, sampling_params, request_id=request_id, priority=priority, lora_request=lora_request

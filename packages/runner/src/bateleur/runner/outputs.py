@@ -43,7 +43,9 @@ class TextTag(NamedTuple):
 
 @dataclass(slots=True)
 class CompletionOutput:
-    """One continuation of a prompt (one of its `n` outputs); with `RequestOutputKind.DELTA` only the new part."""
+    """One continuation of a prompt (one of its `n` outputs); with `RequestOutputKind.DELTA` only the new part.
+    drafted: for each token, whether it was an accepted draft. tags: tags in the text, see `TextTag`.
+    """
 
     index: int
     text: str
@@ -57,9 +59,8 @@ class CompletionOutput:
     stop_reason: int | str | None
     """The stop token id or stop string that ended the text (None for end-of-sequence), or the error message."""
     drafted: list[bool] = field(default_factory=list)
-    """Per token: whether it was an accepted draft token."""
     tags: list[TextTag] = field(default_factory=list)
-    """Tags in `text`, in order; empty unless `return_tags` was requested."""
+    """In order; empty unless `return_tags` was requested."""
 
     def add(self, later: Self) -> None:
         """Append the next delta of the same continuation."""
@@ -87,7 +88,10 @@ class RequestTimes:
 
 @dataclass(slots=True)
 class RequestOutput:
-    """The output of a request: final from `generate`, intermediate from `stream` and `step`."""
+    """The output of a request: final from `generate`, intermediate from `stream` and `step`.
+    cache_miss: why `num_cached_tokens` (prompt tokens found in the prefix cache) is 0; empty if it is not, or without
+    prefix caching. kind: whether `outputs` hold everything so far, or what is new.
+    """
 
     request_id: str
     prompt: str | None
@@ -95,15 +99,12 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     finished: bool
     num_cached_tokens: int
-    """Prompt tokens found in the prefix cache."""
     cache_miss: str
-    """Why `num_cached_tokens` is 0; empty if it is not, or without prefix caching."""
     num_preemptions: int
     """How often the request was preempted and recomputed."""
     metrics: RequestTimes = field(default_factory=RequestTimes, compare=False)
     """Times of the request; equality ignores them."""
     kind: RequestOutputKind = field(default=RequestOutputKind.CUMULATIVE, compare=False)
-    """Whether `outputs` hold everything so far, or what is new."""
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     """Per prompt token: that token and the `prompt_logprobs` most likely ones. The first entry is None. None unless
     requested."""

@@ -56,7 +56,7 @@ _KINDS = OneOf(tuple(kind.name for kind in RequestOutputKind))
 
 
 def _or_none(check: Check) -> Check:
-    """Return a check that takes None for no entries."""
+    """Return a check that treats None as an empty sequence."""
     return lambda name, value: check(name, () if value is None else value)
 
 
@@ -229,7 +229,8 @@ def recommended_sampling(
     folder: Path, generation_config: str = "auto", overrides: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
     """Return the sampling parameters that a checkpoint folder recommends, by name.
-    generation_config: "auto" reads the file of the folder if there is one, "vllm" reads none, else another folder.
+    generation_config: "auto" reads the folder's generation_config.json if there is one, "vllm" reads none; another text
+    is a folder to read it from.
     overrides: fields of the file or sampling parameters that replace those of the file. Raises ValueError, naming the
     file, for an invalid value.
     """

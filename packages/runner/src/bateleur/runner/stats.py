@@ -82,7 +82,7 @@ class RequestHistograms:
 
 @dataclass(slots=True)
 class OffloadStats:
-    """Totals of KV offload since the engine started."""
+    """Totals of KV offload since the engine started: sizes, hits, copies between device, host, disk; failures."""
 
     host_bytes: int = 0
     """Size of the host memory tier."""
@@ -116,7 +116,11 @@ class PrefixCacheStats:
 
 @dataclass(slots=True)
 class EngineStats:
-    """Totals since the engine started, and its current load."""
+    """Totals since the engine started, and its current load.
+    num_verify_rows: decoding requests, summed over steps. decisions: steps by kind of CUDA graph, or by the reason for
+    an eager step. seconds: host seconds by part of a step. num_dummy_steps, num_dummy_drafts: steps and draft passes
+    without requests, for other data-parallel ranks.
+    """
 
     async_scheduling: bool = False
     """Whether steps are prepared while the device runs the step before."""
@@ -130,7 +134,7 @@ class EngineStats:
     num_dummy_drafts: int = 0
     """Dummy passes of an MTP head after dummy steps, if ranks share its experts."""
     num_verify_rows: int = 0
-    """Decoding rows over all steps: without speculation, each emits one token."""
+    """Without speculation, each emits one token."""
     num_verified_tokens: int = 0
     """Tokens emitted by decoding rows; the first token of a request is not one of them."""
     acceptance: AcceptStats | None = None
@@ -147,14 +151,13 @@ class EngineStats:
     """Current share of KV blocks held by running requests, in [0, 1]."""
     histograms: RequestHistograms = field(default_factory=RequestHistograms)
     decisions: DispatchCounter = field(default_factory=DispatchCounter)
-    """Number of steps by kind of graph, or by the reason for an eager step."""
     seconds: dict[str, float] = field(
         default_factory=lambda: dict.fromkeys(("schedule", "stage", "forward", "sample", "draft", "emit"), 0.0)
     )
-    """Host seconds by part of a step; on CPU, forward and sample include the computation."""
+    """On CPU, forward and sample include the computation."""
 
     def add_step(self, marks: StepMarks, num_tokens: int) -> None:
-        """Add a step. marks: end times of its parts. num_tokens: tokens of the launched step; 0 for none."""
+        """Add a step. marks: its parts and their end times. num_tokens: tokens of the launched step; 0 for none."""
         for (_, start), (part, end) in pairwise(marks):
             self.seconds[part] += end - start
         if num_tokens:

@@ -25,7 +25,7 @@ def _bounded(name: str, value: Any) -> str:
 
 
 def _json_object(kind: str) -> Check:
-    """Return a check of an object, or of JSON text of one, that returns it as canonical text."""
+    """Return a check for an object, or JSON text of one; it returns JSON text. kind: name of the object in errors."""
     rule = f"{kind}: an object, or JSON text of one"
 
     def check(name: str, value: Any) -> str:
@@ -62,7 +62,9 @@ def _choice(name: str, value: Any) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StructuredOutputsParams(Checked):
-    """Required form of a request's text. Immutable. Raises ValueError unless exactly one of the six forms is given."""
+    """Required form of a request's text. Immutable. Raises ValueError unless exactly one of the six forms is given.
+    The forms are the fields but `disable_any_whitespace`.
+    """
 
     json: str | Mapping[str, Any] | None = option(None, maybe(_json_object("a JSON schema")))
     """A JSON schema, as text or as an object; stored as text."""

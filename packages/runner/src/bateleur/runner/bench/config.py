@@ -38,7 +38,7 @@ def _url(name: str, value: Any) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OfflineConfig(Checked):
-    """Options of both offline benchmarks."""
+    """Options of `bateleur bench latency` and `bateleur bench throughput`; their --help describes each field."""
 
     peers: Sequence[str] = option((), _peers)
     """Engines to compare with: transformers, vllm, llama.cpp, or none. Default: transformers, vllm if --vllm is given,

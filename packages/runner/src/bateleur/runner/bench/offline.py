@@ -37,12 +37,16 @@ _COLUMNS = {
 
 @dataclass(frozen=True, slots=True)
 class BenchTarget:
-    """The checkpoint and engine options to measure."""
+    """The checkpoint and engine options to measure.
+
+    options: options of `LLM`, as given. num_threads: CPU threads of every engine; None is each engine's default.
+    report: called with progress messages.
+    """
 
     model: Path
-    options: dict[str, Any]  # options of `LLM`, as given
-    num_threads: int | None  # CPU threads of every engine; None is each engine's default
-    report: Callable[[str], None]  # called with progress messages
+    options: dict[str, Any]
+    num_threads: int | None
+    report: Callable[[str], None]
 
 
 class OfflineBench:
@@ -81,7 +85,8 @@ class OfflineBench:
     def measure(self, config: OfflineConfig, tasks: list[Task]) -> tuple[list[dict[str, TaskRuns]], dict[str, Any]]:
         """Run all tasks on bateleur and the engines to compare with, and measure memory bandwidth.
 
-        Engines that fail to load are added to `skipped`. Returns the runs of each task, and the versions, by engine.
+        Engines that fail to load are added to `skipped`. Returns for each task its runs by engine, and a dict of the
+        engines' versions.
         """
         with ExitStack() as stack:
             engines = []
@@ -107,7 +112,10 @@ class OfflineBench:
             return runs, {engine.name: engine.facts.get("version") for engine in engines}
 
     def step_bound(self, batch: int, context: int) -> dict[str, float]:
-        """Return bytes and flops of a decode step without drafts, and its least time at the fastest measured read."""
+        """Return bytes and flops of a decode step without drafts, and the time to move its bytes at memory bandwidth.
+
+        context: cached tokens per request. The bandwidth is the best one that `measure` found.
+        """
         spec, longest, dtype = self.checkpoint.spec, max(context + 1, 64), self.kv_cache_dtype
         model, _ = describe_model(self.checkpoint, self.dtype, "meta")
         caches = default_cache_costs(spec, self.dtype, longest, self.device.type, kv_cache_dtype=dtype)
@@ -117,7 +125,10 @@ class OfflineBench:
         return costs | {"read_GB_per_s": bandwidth / 1e9, "bound_us": step.bound_us(bandwidth)}
 
     def result(self, command: str, rows: list[dict[str, Any]], **facts: Any) -> dict[str, Any]:
-        """Return the JSON object of a benchmark. rows: one per engine, bateleur's first. facts: further entries."""
+        """Return the JSON object of a benchmark.
+
+        command: the command line. rows: results, one per engine, bateleur's first. facts: further entries.
+        """
         load = f"load {os.getloadavg()[0]:.1f} of {os.cpu_count()} cores"
         machine = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else platform.machine()
         ours = rows[0].get("tokens_per_s")
@@ -138,7 +149,10 @@ class OfflineBench:
 
 
 def bench_latency(target: BenchTarget, config: LatencyConfig, command: str) -> dict[str, Any]:
-    """Measure one batch of equal requests: times to first token and per output token, and CPU time per token."""
+    """Measure one batch of equal requests: times to first token and per output token, and CPU time per token.
+
+    command: the command line, for the result. Returns `OfflineBench.result`.
+    """
     count, longest = config.batch_size, config.input_len + config.output_len
     bench = OfflineBench(target, longest + 8, count)
     task = Task(bench.random_prompts([config.input_len] * count, 0), [config.output_len] * count)
@@ -157,7 +171,7 @@ def bench_latency(target: BenchTarget, config: LatencyConfig, command: str) -> d
 
 
 def bench_throughput(target: BenchTarget, config: ThroughputConfig, command: str) -> dict[str, Any]:
-    """Measure output tokens and requests per second for requests of random lengths."""
+    """Measure output tokens and requests per second for requests of random lengths; see `bench_latency`."""
     rng, spread = random.Random(config.seed), config.random_range_ratio
 
     def random_lengths(mean: int) -> list[int]:
@@ -183,7 +197,10 @@ def bench_throughput(target: BenchTarget, config: ThroughputConfig, command: str
 def _rows(
     whole: dict[str, TaskRuns], task: Task, figures: Callable[[str, TaskRuns], dict[str, float]]
 ) -> list[dict[str, Any]]:
-    """Return a result row per engine: its figures, or a `fault` if its tokens are wrong or mostly unlike bateleur's."""
+    """Return a result row per engine: its figures, or a `fault` if its tokens are wrong or mostly unlike bateleur's.
+
+    whole: runs of `task` by engine. figures: computes times and speeds from an engine's name and runs.
+    """
     rows: list[dict[str, Any]] = []
     for name, runs in whole.items():
         same, fault = sum(a == b for a, b in zip(runs.ids, whole[_OURS].ids, strict=True)), runs.fault(task)

@@ -102,7 +102,7 @@ class ServerProcess:
 
     @classmethod
     def start(cls, name: str, command: list[str], logs: Path) -> Self:
-        """Run a server command on a free local port, with its output in `logs`."""
+        """Run a server command on a free local port. Its output goes to a file in the folder `logs`."""
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
@@ -127,7 +127,7 @@ class ServerProcess:
         raise Unmeasured(f"{self.name} did not start; the end of its log: {log}")
 
     def signal(self, number: signal.Signals) -> None:
-        """Send a signal to all processes of the server. SIGSTOP pauses it: idle servers may use the processor."""
+        """Send a signal to all processes of the server. SIGSTOP pauses it, as even an idle server may use the CPU."""
         if self.process is not None and self.process.poll() is None:
             os.killpg(self.process.pid, number)
 
@@ -162,7 +162,7 @@ def _flags(options: dict[str, Any]) -> list[str]:
 
 
 def _wait_or(kill: Callable[[], object], process: subprocess.Popen[Any], seconds: float) -> None:
-    """Wait for the end of a process. Kill it after so many seconds."""
+    """Wait for the end of a process. Call `kill` if it takes longer than `seconds`."""
     try:
         process.wait(seconds)
     except subprocess.TimeoutExpired:
@@ -239,7 +239,10 @@ def run_interleaved(
     warm_ups: int,
     after_round: Callable[[], object] = lambda: None,
 ) -> list[dict[str, TaskRuns]]:
-    """Run every task on every engine in each round. Returns for each task its runs by engine, without the warm-ups."""
+    """Run every task on every engine in each round. Returns for each task its runs by engine, without the warm-ups.
+
+    warm_ups: number of additional rounds at the start. after_round: called after each round.
+    """
     found = [{engine.name: TaskRuns() for engine in engines} for _ in tasks]
     for index in range(warm_ups + rounds):
         start = index % len(engines)

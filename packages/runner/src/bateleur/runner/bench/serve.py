@@ -33,10 +33,12 @@ _WARM_UP_TOKENS = (200, 40)
 
 @dataclass(frozen=True, slots=True)
 class TimedCompletion:
-    """Output and latencies of one request, as the client saw them."""
+    """Output and latencies of one request, as the client saw them: seconds from sending the request to the first token,
+    and seconds per token after the first.
+    """
 
-    first_token_s: float  # seconds from sending the request to the first token
-    per_token_s: float  # seconds per token after the first
+    first_token_s: float
+    per_token_s: float
     token_ids: list[int]
     num_cached_tokens: int  # prompt tokens that the server reports as prefix cache hits
 
@@ -93,7 +95,8 @@ def bench_serve(
 ) -> dict[str, Any]:
     """Measure one or two servers at every request rate. Raises Unmeasured if a server does not answer.
 
-    options: options of `LLM` for servers that are started. report: called with progress.
+    options: options of `LLM` for servers that are started. report: called with progress messages. command: the command
+    line, for the result.
     """
     with ExitStack() as stack:
         servers = [] if config.base_url is None else [ServerProcess("server", config.base_url)]
@@ -137,7 +140,10 @@ class Workload:
         self._ids = (5, size - 8) if size > 32 else (1, max(2, size))
 
     def run(self, server: ServerProcess, rate: float, seed: int, count: int | None = None) -> dict[str, Any]:
-        """Run one round of `count` requests. Returns results, output token ids and number of cached prompt tokens."""
+        """Run one round of `count` requests. Returns results, output token ids and number of cached prompt tokens.
+
+        rate: mean requests per second. count: None for `num_prompts` of the options.
+        """
         server.signal(signal.SIGCONT)
         try:
             replies, seconds = asyncio.run(self._round(server, rate, seed, count or self.config.num_prompts))
@@ -153,7 +159,7 @@ class Workload:
     async def _round(
         self, server: ServerProcess, rate: float, seed: int, count: int
     ) -> tuple[list[TimedCompletion], float]:
-        """Start conversations as a Poisson process, with `rate` requests per second. Returns replies and seconds."""
+        """Start conversations as a Poisson process, with `rate` requests per second. Returns replies and duration."""
         client = CompletionClient(server.url, self._model, self.config.timeout)
         first, last = self._ids
         for length in _WARM_UP_TOKENS:
@@ -216,7 +222,7 @@ def _compare(servers: list[ServerProcess], workload: Workload, rate: float, roun
 
 
 def serve_table(result: dict[str, Any]) -> str:
-    """Return results as a table for a terminal: requests with equal tokens, then latencies and speeds."""
+    """Return results as a table for a terminal: requests with equal tokens from both servers, latencies and speeds."""
     start_times = ", ".join(f"{name} {s:.1f}" for name, s in result["seconds_until_healthy"].items())
     lines = [f"seconds until healthy: {start_times}"]
     for row in result["results"]:

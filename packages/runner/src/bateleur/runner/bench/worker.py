@@ -28,7 +28,7 @@ def _torch(settings: dict[str, Any]) -> Any:
 
 
 def bateleur(settings: dict[str, Any]) -> tuple[Generate, dict[str, Any]]:
-    """Load bateleur's `LLM` with all given options."""
+    """Load bateleur's `LLM` with all given options. Returns the function that generates, and facts: versions."""
     from bateleur.runner import LLM, SamplingParams
 
     torch = _torch(settings)
@@ -42,7 +42,9 @@ def bateleur(settings: dict[str, Any]) -> tuple[Generate, dict[str, Any]]:
 
 
 def transformers(settings: dict[str, Any]) -> tuple[Generate, dict[str, Any]]:
-    """Load a transformers model. It runs one static batch, padded on the left, until the longest request ends."""
+    """Load a transformers model; returns as `bateleur`. It runs one static batch, padded on the left, until the longest
+    request ends.
+    """
     import transformers as library
 
     torch = _torch(settings)
@@ -64,7 +66,7 @@ def transformers(settings: dict[str, Any]) -> tuple[Generate, dict[str, Any]]:
 
 
 def vllm(settings: dict[str, Any]) -> tuple[Generate, dict[str, Any]]:
-    """Load vLLM's `LLM`; eager on a CPU, because compilation takes minutes there."""
+    """Load vLLM's `LLM`; returns as `bateleur`. It runs eagerly on a CPU, because compilation takes minutes there."""
     import vllm as library
 
     llm = library.LLM(
@@ -85,7 +87,7 @@ def vllm(settings: dict[str, Any]) -> tuple[Generate, dict[str, Any]]:
 
 
 def llama_cpp(settings: dict[str, Any]) -> tuple[Generate, dict[str, Any]]:
-    """Load a GGUF file of the same weights in llama.cpp. Requests run one after the other."""
+    """Load a GGUF file of the same weights in llama.cpp; returns as `bateleur`. Requests run one after the other."""
     import llama_cpp as library
 
     threads = settings.get("num_threads") or os.cpu_count()
@@ -107,7 +109,9 @@ def llama_cpp(settings: dict[str, Any]) -> tuple[Generate, dict[str, Any]]:
 
 
 def read(settings: dict[str, Any]) -> tuple[Generate, dict[str, Any]]:
-    """Measure memory bandwidth: sum `read_bytes` bytes, tokens[0] times. Returns the bytes read in place of ids."""
+    """Return a function that measures memory bandwidth: it sums a buffer of `read_bytes` bytes tokens[0] times, and
+    returns the number of bytes read in place of token ids.
+    """
     torch = _torch(settings)
     device = torch.device(settings["device"])
     memory = torch.ones(settings["read_bytes"] // 4, device=device)

@@ -36,7 +36,10 @@ RunRequests = Callable[[RequestFile, Callable[[int], bool], int], Iterator[Resul
 
 
 def run_file(args: argparse.Namespace, native: NativeFormat, batch: OpenAIBatchFormat, run: RunRequests) -> int:
-    """Run the requests that have no result yet, and sort the results. Returns exit code 1 if any failed, else 0."""
+    """Run the requests that have no result yet, and sort the results. Returns exit code 1 if any failed, else 0.
+
+    native, batch: the two formats that the file may have. run: runs the requests.
+    """
     config = (args.model or shipped_model()) / "config.json"
     contents = config.read_text("utf-8", "replace") if config.is_file() else None
     engine = {"model": contents, **given_options(args, _DIGEST_OPTIONS)}
@@ -82,8 +85,9 @@ def run_locally(
     open_llm: Callable[[], LLM],
     adapters: Mapping[str, str],
 ) -> Iterator[Result]:
-    """Run requests on an engine of this process, see `RunRequests`.
+    """Run requests on an engine of this process; yields results as they end.
 
+    has, count: run only the `count` lines for which `has` (a result) is False.
     open_llm: loads the engine; called at the first valid request. adapters: folders of LoRA adapters by name.
     """
     remaining, line_format = requests.remaining(has), requests.parser.format
@@ -142,7 +146,7 @@ class _RequestWindow:
             yield from self._step()
 
     def _add(self, request: LineRequest) -> Iterator[Result]:
-        """Add all prompts of a request to the engine, or none of them and yield its error."""
+        """Add all prompts of a request to the engine. If one is invalid, add none and yield an error result."""
         api_request = request.api_request
         if api_request is None:
             yield failed_result(self._format, request, str(request.error))

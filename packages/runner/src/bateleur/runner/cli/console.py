@@ -37,7 +37,7 @@ def announcing_compilation() -> Iterator[None]:
 
 @contextmanager
 def progress_messages(what: str, interval: float = 5.0) -> Iterator[None]:
-    """Print `what`, and every `interval` seconds for how long the `with` block has been running."""
+    """Print `what`; then print, every `interval` seconds, how long the `with` block has been running."""
     print_status(what)
     began, done = time.monotonic(), threading.Event()
 

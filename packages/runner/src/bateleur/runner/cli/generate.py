@@ -118,7 +118,7 @@ def _engine_options(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _stream(args: argparse.Namespace, params: SamplingParams, adapters: Mapping[str, str]) -> int:
-    """Print the prompt, then its text as it is generated, with the LoRA adapter of `adapters` if there is one."""
+    """Print the prompt, then the output as it is generated, with the LoRA adapter in `adapters` if there is one."""
     llm = _open(args)
     adapter = adapter_of(adapters, next(iter(adapters), None))
     outputs, rate = llm.stream(args.prompt, params, lora_request=adapter), DecodeRate(llm)

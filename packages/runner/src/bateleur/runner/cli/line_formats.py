@@ -23,18 +23,20 @@ ApiRequest = CompletionRequest | ChatRequest
 
 @dataclass(frozen=True, slots=True)
 class LineRequest:
-    """The request of one line, or the error that makes it invalid."""
+    """The request of one line, or the error that makes it invalid. line: line number. digest: hash of everything that
+    decides the result. where: file name and line number, for error messages.
+    """
 
     line: int
     id: str | int | None  # id of the line; without one its number, or None in the OpenAI batch format
-    digest: str  # hash of everything that decides its result
+    digest: str
     api_request: ApiRequest | None
-    where: str  # file name and line number, for error messages
+    where: str
     error: str | None = None
 
 
 class NativeFormat:
-    """A line is a JSON object with a prompt and fields of `SamplingParams`.
+    """Bateleur's own format: a line is a JSON object with a prompt and fields of `SamplingParams`.
 
     defaults: values of parameters that a line leaves out. names: names of models that a line may give as `model`.
     """

@@ -140,7 +140,7 @@ def check_ray() -> None:
 
 
 def is_follower_rank(args: Namespace) -> bool:
-    """Return whether torchrun started this process as another rank, whose `LLM` runs until the first one ends."""
+    """Return whether torchrun started this process as another rank than 0. Its `LLM` runs until rank 0 ends."""
     if max(getattr(args, f"{kind}_parallel_size", 1) for kind in ("tensor", "data")) == 1:
         return False
     from bateleur.runner.distributed.launch import is_follower

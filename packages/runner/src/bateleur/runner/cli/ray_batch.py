@@ -47,7 +47,10 @@ def run_on_ray(requests: RequestFile, has_result: Callable[[int], bool], plan: D
 def _run_chunks(
     chunks: list[dict[str, bytes]], parser: LineParser, plan: DeploymentPlan, per_actor: int
 ) -> Iterator[Result]:
-    """Run chunks on Ray and yield their results. per_actor: number of chunks that one actor runs concurrently."""
+    """Run chunks on Ray and yield their results.
+
+    chunks: rows with a pickled `FileChunk` each. per_actor: number of chunks that one actor runs concurrently.
+    """
     logging.getLogger("ray.data").setLevel(logging.ERROR)
     context = DataContext.get_current()
     context.enable_progress_bars = False

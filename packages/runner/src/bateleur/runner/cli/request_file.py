@@ -32,14 +32,16 @@ _BATCH_FIELDS = {"custom_id", "method", "url", "body"}  # A line with one of the
 
 @dataclass(frozen=True, slots=True)
 class LineParser:
-    """Parses lines of a file into requests."""
+    """Parses lines of a file into requests. name: name of the file, for error messages. engine_digest: hash of
+    everything that decides results apart from the line.
+    """
 
-    name: str  # name of the file, for error messages
+    name: str
     format: LineFormat
-    engine_digest: str  # hash of everything that decides results apart from the line
+    engine_digest: str
 
     def request(self, number: int, raw: bytes, first: int) -> LineRequest:
-        """Return the request of a line, with `error` if it is invalid. first: first line that has the same id."""
+        """Return the request of a line, with `error` if it is invalid. first: number of the first line with its id."""
         where = f"{self.name}, line {number}"
         valid_id: str | int | None = number if isinstance(self.format, NativeFormat) else None
         try:
@@ -58,10 +60,10 @@ class LineParser:
 
 @dataclass(frozen=True, slots=True)
 class FileChunk:
-    """Lines that another process reads."""
+    """Lines that another process reads. lines: byte offset, line number, and number of the first line with the same id."""
 
     path: Path
-    lines: tuple[tuple[int, int, int], ...]  # byte offset, line number, and the first line with the same id
+    lines: tuple[tuple[int, int, int], ...]
 
     def requests(self, parser: LineParser) -> Iterator[LineRequest]:
         """Yield the requests of the lines."""
@@ -77,7 +79,8 @@ class RequestFile:
     Only "\\n" ends a line. Blank lines and a byte order mark are skipped. The first valid JSON object decides the
     format of all lines. Lines that are appended after `scan` are not read.
 
-    file: path, or `-` for stdin. engine: settings that results depend on, included in each request's digest.
+    file: path, or `-` for stdin. native, batch: its possible formats. engine: settings that results depend on, included
+    in each request's digest.
     """
 
     def __init__(self, file: str, native: NativeFormat, batch: OpenAIBatchFormat, engine: Mapping[str, Any]) -> None:

@@ -54,7 +54,7 @@ def _device(name: str, value: Any) -> str:
 
 
 def _drafter(name: str, value: Any) -> Any:
-    """Accept a drafter, or a `DraftHead`, which makes its drafter once caches exist. Raises ValueError otherwise."""
+    """Return a drafter, or a `DraftHead`, which makes its drafter once caches exist. Raises ValueError for others."""
     parts = ("admit", "needs", "num_speculative_tokens", "propose")
     whole = all(hasattr(value, part) for part in parts) and callable(value.admit) and callable(value.propose)
     if isinstance(value, type) or not (whole or hasattr(value, "speculator")):
@@ -74,7 +74,7 @@ def _policy(name: str, value: Any) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig(Checked):
-    """Options for the model, its device and its dtype."""
+    """Options for the model, its device and its dtype; `bateleur generate --help` describes each field."""
 
     model: str | Path | None = option(None, maybe(folder))
     """Hugging Face checkpoint folder; None is the model that is shipped with the package."""
@@ -115,7 +115,7 @@ class ModelConfig(Checked):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig(Checked):
-    """Options for the size and order of steps."""
+    """Options for the size and order of steps; `bateleur generate --help` describes each field."""
 
     max_num_seqs: int | None = option(None, maybe(Integer(1, why=", or None")))
     """Maximum number of running requests. Default: 64 on CPU; 256 on CUDA, or fewer (at least 64) if a step would take
@@ -135,7 +135,7 @@ class SchedulerConfig(Checked):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheConfig(Checked):
-    """Options for KV cache, Mamba states, prefix cache and KV offload."""
+    """Options for KV cache, Mamba states, prefix cache and KV offload; `bateleur generate --help` describes all."""
 
     block_size: int = option(16, Integer(1))
     """Tokens of a KV-cache block."""
@@ -189,7 +189,7 @@ class CacheConfig(Checked):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeculativeConfig(Checked):
-    """Options for the source and number of draft tokens, and for their verification."""
+    """Options for source, number and verification of drafts; `bateleur generate --help` describes all but `drafter`."""
 
     draft: str | Path | None = option(None, maybe(folder))
     """Folder of a draft head (EAGLE-1 or EAGLE-3), "mtp" (the head in the model's own files), "auto" (the head shipped
@@ -234,7 +234,7 @@ class SpeculativeConfig(Checked):
 
     @property
     def num_drafts(self) -> int:
-        """K: maximum drafts of a step for each request."""
+        """Maximum number of drafts of a request in one step."""
         if self.num_speculative_tokens is not None:
             return self.num_speculative_tokens
         return 4 if self.draft is not None else 0
@@ -242,7 +242,7 @@ class SpeculativeConfig(Checked):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GraphConfig(Checked):
-    """Options for CUDA graphs."""
+    """Options for CUDA graphs; `bateleur generate --help` describes each field."""
 
     cudagraph_mode: CudaGraphMode | str | None = option(None, maybe(_MODES))
     """Steps that run on CUDA graphs: "NONE", "PIECEWISE", "FULL", "FULL_DECODE_ONLY" or "FULL_AND_PIECEWISE"; default:

@@ -13,12 +13,15 @@ from bateleur.runner.utils.arguments import member_of, refuse
 
 @dataclass(frozen=True, slots=True)
 class GraphOptions:
-    """Options for CUDA graph capture, with defaults filled in."""
+    """Options for CUDA graph capture, with defaults filled in. mode: the requested one; attention backends may support
+    less. backend: see `bateleur.cudagraph.backends`. capture_sizes: token counts; None selects `default_capture_sizes`.
+    checks: checks of each replay.
+    """
 
-    mode: CudaGraphMode = CudaGraphMode.NONE  # the requested mode; attention backends may support less
-    backend: str = "auto"  # one of "auto", "cuda", "recorded" or "eager", see `bateleur.cudagraph.backends`
-    capture_sizes: Sequence[int] | None = None  # token counts; None selects `default_capture_sizes`
-    checks: ReplayChecks = ReplayChecks.CHEAP  # what each replay verifies
+    mode: CudaGraphMode = CudaGraphMode.NONE
+    backend: str = "auto"  # one of "auto", "cuda", "recorded" or "eager"
+    capture_sizes: Sequence[int] | None = None
+    checks: ReplayChecks = ReplayChecks.CHEAP
 
     @classmethod
     def of(cls, config: GraphConfig, device: torch.device) -> Self:

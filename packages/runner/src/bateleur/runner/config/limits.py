@@ -56,7 +56,7 @@ class EngineLimits:
         return cls(longest, rows, min(num_tokens, rows * longest), drafts)  # a step can't have more tokens
 
     def smaller(self, *, rows: bool, tokens: bool) -> list[Self]:
-        """Return copies with half of the requests, if `rows`, and with half of the tokens, if `tokens`.
+        """Return a copy with half of the requests, if `rows`, and a copy with half of the tokens, if `tokens`.
 
         Copies below `LEAST_ROWS` or `LEAST_TOKENS` are left out.
         """

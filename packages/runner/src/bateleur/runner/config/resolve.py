@@ -18,7 +18,7 @@ _ON_REQUEST = "flashinfer"  # never selected by "auto": its sums depend on other
 def choose_backend(
     name: str, device: torch.device, dtype: torch.dtype, spec: ModelSpec, kv_dtype: torch.dtype | None = None
 ) -> AttentionBackend:
-    """Return the backend with this name, or for "auto" the first one that supports the model's widest heads and sinks.
+    """Return the backend `name`; for "auto" the first one that supports the model's widest heads and attention sinks.
 
     kv_dtype: dtype of the KV cache; None: `dtype`. Raises ValueError with the reason if the backend can't be used.
     """
@@ -36,7 +36,7 @@ def choose_backend(
 def describe_backend(
     name: str, spec: ModelSpec, dtype: torch.dtype, device: torch.device, kv_dtype: torch.dtype | None = None
 ) -> str | None:
-    """Return the selected backend and why others are not, for `bateleur info`; None without attention layers."""
+    """Return the backend and why preferred ones are unusable, for `bateleur info`; None without attention layers."""
     if not spec.attention:
         return None
     notes = [choose_backend(name, device, dtype, spec, kv_dtype).name]

@@ -17,24 +17,30 @@ _RING = 16  # default number of tokens in a ring; a longer one costs more to rea
 
 @dataclass(frozen=True, slots=True)
 class StateOptions:
-    """Options for the caching of Mamba states, with defaults filled in."""
+    """Options for the caching of Mamba states, with defaults filled in.
 
-    mode: MambaCacheMode = MambaCacheMode.NONE  # states that are stored for later requests
-    policy: StatePolicy = StatePolicy.FOLD  # how a step keeps the states that rejected drafts may need
-    block_size: int | None = None  # tokens between two kept states; None: chosen by `layout`
-    retention: str | None = None  # states that stay in the prefix cache, see `PrefixRetention.parse`; None: by mode
-    ssm_dtype: torch.dtype | None = None  # of SSM states; None: the checkpoint's
+    mode: states that are stored for later requests. policy: how a step keeps the states that rejected drafts may need.
+    block_size: tokens between two kept states; None: chosen by `layout`. retention: states that stay in the prefix
+    cache, see `PrefixRetention.parse`; None: by mode. ssm_dtype: dtype of SSM states; None: the checkpoint's.
+    steps_ahead: steps that are planned before the results of earlier ones are known: 0, or 1 if async.
+    """
+
+    mode: MambaCacheMode = MambaCacheMode.NONE
+    policy: StatePolicy = StatePolicy.FOLD
+    block_size: int | None = None
+    retention: str | None = None
+    ssm_dtype: torch.dtype | None = None
     num_speculative_tokens: int = 0  # K, draft tokens of a step
-    steps_ahead: int = 0  # steps that are planned before the results of earlier ones are known: 0, or 1 if async
+    steps_ahead: int = 0
 
     @classmethod
     def of(cls, cache: CacheConfig, num_speculative_tokens: int, device: torch.device) -> Self:
         """Complete the user's options for a device.
 
-        Without drafts the default policy is SLOTS (a state for every token of a step): on an H200 its layers were 12
-        to 78 % faster for up to 64 requests, and about as fast for 256 (docs/gpu.md). With drafts it is FOLD (one state
-        and the inputs after it), which moves fewer bytes and was up to 40 % faster for 64 requests. On a CPU without
-        prefix caching it is SLOTS.
+        Without drafts the default state policy is SLOTS (a state for every token of a step): on an H200 its layers were
+        12 to 78 % faster for up to 64 requests, and about as fast for 256 (docs/gpu.md). With drafts it is FOLD (one
+        state and the inputs after it), which moves fewer bytes and was up to 40 % faster for 64 requests. On a CPU
+        without prefix caching it is SLOTS.
 
         Raises ValueError for `mamba_retention` in mode NONE.
         """
@@ -83,6 +89,7 @@ class StateOptions:
     def retained(self, layout: CacheLayout, page_bytes: int, token_bytes: int) -> PrefixRetention:
         """Return the rule for which states stay in the prefix cache: the user's, or the default of `mamba_retention`.
 
+        page_bytes: bytes of one state of all recurrent layers. token_bytes: bytes of keys and values of one token.
         Raises ValueError for an unknown rule.
         """
         if self.retention is not None:
@@ -100,7 +107,7 @@ class StateOptions:
         return PrefixRetention(size, every, last=True, prompt_end=True, doubling=True)
 
     def specs(self, spec: ModelSpec, dtype: torch.dtype) -> list[Recurrence]:
-        """Return the recurrence of each recurrent layer, with its dtypes. Conv windows have the model's dtype."""
+        """Return the recurrence of each recurrent layer, with its dtypes. dtype: the model's, also of conv windows."""
         drafts = self.num_speculative_tokens
         common: dict[str, Any] = {"conv_dtype": dtype, "policy": self.policy, "num_speculative_tokens": drafts}
         states = [layer.state for layer in spec.recurrent]

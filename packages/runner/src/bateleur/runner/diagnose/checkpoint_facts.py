@@ -107,9 +107,10 @@ def _weights(parts: dict[str, PartFacts]) -> dict[str, Any]:
 
 
 def _files(checkpoint: Checkpoint, num_used: int) -> dict[str, Any]:
-    """Return what the files of a checkpoint contain. num_used: tensors that only the draft head uses.
+    """Return the checkpoint's architecture, dtype, sizes and number of unused tensors.
 
-    `unused_tensors` is the number of tensors in the files that the model does not need.
+    num_used: number of tensors that only the draft head uses. `unused_tensors` is the number of tensors in the files
+    that neither the model nor this head needs.
     """
     spec, unused = checkpoint.spec, len(checkpoint.unused) - num_used
     sizes = {name: getattr(spec, name) for name in ("vocab_size", "hidden_size", "max_position_embeddings")}
@@ -118,7 +119,7 @@ def _files(checkpoint: Checkpoint, num_used: int) -> dict[str, Any]:
 
 
 def _states(costs: CacheCosts, hits: CacheCosts) -> dict[str, int]:
-    """Return the memory of recurrent states. hits: costs with prefix caching on."""
+    """Return the memory of recurrent states. costs: for the user's options. hits: the same with prefix caching on."""
     return {  # a page is a state and its convolution window; a ring has the inputs of a request's last tokens
         # most memory of a running request over all recurrent layers (pages, ring and window), at any length
         "mamba_state_bytes_per_request": costs.state_bytes_per_request,
@@ -169,7 +170,7 @@ class _Row(NamedTuple):
 
 
 def _rows(facts: dict[str, Any], *, experts: bool) -> list[_Row]:
-    """Return the table's rows of sizes. experts: whether a token uses only a part of the weights."""
+    """Return the table's rows of sizes. experts: whether the model has experts, so that a token uses a part of them."""
     page, window, pages = facts["mamba_page_bytes"], facts["mamba_window_bytes"], facts["mamba_pages_per_request"]
     logits, lookup = facts["draft_logits_bytes_per_request"], facts["draft_tokens_bytes_per_request"]
     adapters, sums, longest = facts["adapter_bytes"], facts["sums"], facts["max_model_len"]

@@ -96,17 +96,20 @@ def _tokenised(prompts: Sequence[str | list[int]], checkpoint: Checkpoint) -> li
 
 @dataclass
 class _AcceptanceStudy:
-    """The measurements of `explain` so far. Only one engine exists at a time."""
+    """Runs the measurements of `explain` and collects them. Only one engine exists at a time.
+
+    settings: options of `LLM`. k: number of drafts per step. texts: prompt and output tokens of plain decoding for
+    every prompt, by temperature. problems: sentences for the conclusions.
+    """
 
     checkpoint: Checkpoint
     draft: str | Path
     settings: dict[str, Any]
     prompts: list[list[int]]
     max_tokens: int
-    k: int  # number of drafts per step
+    k: int
     runs: list[Run] = field(default_factory=list)
     texts: dict[float, list[list[int]]] = field(default_factory=dict)
-    """By temperature: prompt and output tokens of plain decoding, for every prompt."""
     problems: list[str] = field(default_factory=list)
 
     def load_engine(self, **overrides: Any) -> LLM:
@@ -116,14 +119,14 @@ class _AcceptanceStudy:
         return LLM(self.checkpoint.path, **(self.settings | overrides))
 
     def run_engine(self, name: str, **overrides: Any) -> bool:
-        """Run the engine with the head; returns whether it has CUDA graphs."""
+        """Run the engine with the head, and return whether it has CUDA graphs. name: name of the `Run` to record."""
         llm = self.load_engine(draft=self.draft, **overrides)
         for temperature in TEMPERATURES:
             self.generate(llm, temperature, name)
         return llm.engine.runner.graphs.manager is not None
 
     def generate(self, llm: LLM, temperature: float, name: str = "") -> list[list[int]]:
-        """Return prompt and output tokens of every prompt, drawn with one seed. name: of the `Run` to record."""
+        """Return prompt and output tokens of every prompt, drawn with one seed. name: of a `Run` to record, if any."""
         counts = llm.get_metrics().acceptance
         assert counts is not None  # every engine here has a drafter
         tried, kept = counts.tried.copy(), counts.kept.copy()
@@ -157,7 +160,7 @@ class _AcceptanceStudy:
 
     @torch.inference_mode()
     def run_head_alone(self) -> Explanation:
-        """Run the head without an engine, on recorded features of plain decoding."""
+        """Run the head without an engine, on hidden states of the target's plain decoding. `explain` adds the runs."""
         spec = self.checkpoint.spec
         recorder = RecordingDrafter(self.k, spec.num_layers)
         plain = {"enable_prefix_caching": False, "mamba_cache_mode": None, "mamba_retention": None}

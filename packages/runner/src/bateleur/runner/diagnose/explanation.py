@@ -23,7 +23,9 @@ text, in the engine."""
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Counts of one run: how often the draft at each position was reached and accepted. name: one of those above."""
+    """Counts of one run: how often the draft at each position was reached and accepted. name: `ENGINE`, `EAGER`,
+    `ALONE` or `ORACLE`.
+    """
 
     name: str
     temperature: float
@@ -44,19 +46,24 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class ConventionResult:
-    """Expected acceptance under one `Convention` (interpretation of the head), over all positions of the texts."""
+    """Expected acceptance under one `Convention` (interpretation of the head), over all positions of the texts.
+
+    name, cause: see `Convention`. from_tokens_alone: tokens per step with shuffled features. better: whether
+    `tokens_per_step` is significantly higher than under the convention that the checkpoint declares. uses_features:
+    whether it is significantly higher than `from_tokens_alone`.
+    """
 
     name: str
     cause: str
     tokens_per_step: float
-    from_tokens_alone: float  # tokens per step with shuffled features
-    better: bool  # whether tokens_per_step is significantly higher than under the checkpoint's own convention
-    uses_features: bool  # whether tokens_per_step is significantly higher than from_tokens_alone
+    from_tokens_alone: float
+    better: bool
+    uses_features: bool
 
     @classmethod
     def of(cls, name: str, cause: str, accepted: Tensor, declared: Tensor, shuffled: Tensor) -> Self:
-        """Create a result from numbers of accepted drafts at P positions, (P,) each: under this convention, under the
-        checkpoint's, and under this one with shuffled features.
+        """Create a result from expected numbers of accepted drafts at P positions, (P,) each. accepted: under this
+        convention. declared: under the checkpoint's. shuffled: under this one with shuffled features.
         """
         tokens, alone = 1 + float(accepted.mean()), 1 + float(shuffled.mean())
         return cls(name, cause, tokens, alone, _exceeds(accepted, declared), _exceeds(accepted, shuffled))
@@ -71,17 +78,22 @@ def _exceeds(accepted: Tensor, other: Tensor) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Explanation:
-    """Measurements and causes of a low acceptance rate."""
+    """Measurements and causes of a low acceptance rate.
+
+    kind: kind of the draft head. conventions: the declared one first; drafts are sampled at temperature 0.8.
+    vocabulary_share: share of the target's tokens in the draft vocabulary, an upper bound of acceptance rates. causes:
+    some of bookkeeping, features, norm, vocabulary and rollout, most likely first. conclusions: sentences for the user.
+    """
 
     draft: str
     kind: str
     num_speculative_tokens: int
     runs: tuple[Run, ...]
-    conventions: tuple[ConventionResult, ...]  # the declared one first; drafts sampled at temperature 0.8
+    conventions: tuple[ConventionResult, ...]
     draft_vocab_size: int
     vocab_size: int
-    vocabulary_share: float  # of the target's tokens in the draft vocabulary: upper bound of acceptance rates
-    causes: tuple[str, ...] = ()  # of bookkeeping, features, norm, vocabulary and rollout, most likely first
+    vocabulary_share: float
+    causes: tuple[str, ...] = ()
     conclusions: tuple[str, ...] = ()
 
     def run(self, name: str, temperature: float = 0.0) -> Run | None:

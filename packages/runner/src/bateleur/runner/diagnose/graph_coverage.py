@@ -26,15 +26,21 @@ from bateleur.runner.utils.device import resolve_device
 
 @dataclass(frozen=True, slots=True)
 class GraphFacts:
-    """The CUDA graphs of an engine (forward pass, sampling, draft proposal), and the batches that run in them."""
+    """The CUDA graphs of an engine (forward pass, sampling, draft proposal), and the batches that run in them.
+
+    notes: remarks for the user. decode: coverage of 1, 2, ... decoding requests, without drafts, then for each number
+    of drafts that all of them may have. prompts: coverage of one prefill with 1, 2, ... tokens; its ranges count tokens. ends: graphs that
+    sample or verify after a decode step. proposals: graphs in which a draft head proposes after a decode step. nbytes:
+    approximate bytes of memory that all graphs share, without the memory that the driver keeps for each.
+    """
 
     plan: CudagraphDispatcher
     notes: tuple[str, ...]
-    decode: tuple[Coverage, ...]  # of 1, 2, ... decoding requests: without drafts, then with those all rows may have
-    prompts: Coverage  # of one prefill with 1, 2, ... tokens; its ranges count tokens
-    ends: tuple[BatchExecutionDescriptor, ...]  # graphs that sample or verify after a decode step
-    proposals: tuple[BatchExecutionDescriptor, ...]  # graphs in which a draft head proposes after a decode step
-    nbytes: int  # approximate bytes of memory that all graphs share, without the memory that the driver keeps for each
+    decode: tuple[Coverage, ...]
+    prompts: Coverage
+    ends: tuple[BatchExecutionDescriptor, ...]
+    proposals: tuple[BatchExecutionDescriptor, ...]
+    nbytes: int
 
     def as_dict(self) -> dict[str, Any]:
         """Return all facts as JSON values."""

@@ -1,10 +1,10 @@
 """A draft head without an engine: alternative interpretations of its checkpoint, and drafts on recorded features.
 
 Token p of a head's pass gets the target's feature at position p and token p + 1, and drafts token p + 2.
-"""
 
-# Shapes: T rows of a text, P output positions at which drafting starts, K drafts, N keys of the text and of the passes,
-# V vocabulary, H heads, D lanes of a head.
+Shapes: T positions of a text, P output positions at which drafting starts, K drafts, N keys of the text and of the
+passes, V vocabulary, H heads, D channels of a head.
+"""
 
 import copy
 from collections.abc import Callable, Sequence
@@ -25,11 +25,16 @@ H = TypeVar("H", Eagle3Head, MtpHead)
 
 @dataclass(frozen=True, slots=True)
 class Convention:
-    """One interpretation of a draft head's checkpoint: `boundaries` are the layers whose inputs the head gets."""
+    """One interpretation of a draft head's checkpoint.
+
+    cause: error of the checkpoint's config if drafts are better with this one: features, norm, vocabulary; "" for the
+    declared one. boundaries: layers whose inputs the head gets; `num_layers` is the last hidden state, `num_layers` + 1
+    that after the final norm.
+    """
 
     name: str
-    cause: str  # error of the checkpoint's config if this one is better: features, norm, vocabulary; "" as declared
-    boundaries: tuple[int, ...]  # `num_layers` is the last hidden state, `num_layers` + 1 that after the norm
+    cause: str
+    boundaries: tuple[int, ...]
     head: Head
 
 
@@ -89,7 +94,9 @@ def _respecified(head: H, **changes: object) -> H:
 
 @dataclass(frozen=True, slots=True)
 class RecordedText:
-    """A text of the target (prompt and output), and the features (T, width) that it computed, by boundary."""
+    """A text of the target (prompt and output), and its features (hidden states) for T tokens, (T, width) by boundary
+    (see `Convention`).
+    """
 
     tokens: list[int]
     prompt_len: int
@@ -140,15 +147,19 @@ class RecordingDrafter:
 
 
 class DraftsByPosition(NamedTuple):
-    """Results of K drafts at each of P output positions of a text; (P, K) each. Drafts follow the text's own tokens."""
+    """Results of K drafts at each of P output positions of a text; (P, K) each. Drafts follow the text's own tokens.
 
-    right: Tensor  # whether the most likely draft is the text's token
-    overlap: Tensor  # sum of min(p, q) of target and draft: the probability that a sampled draft is accepted
-    known: Tensor  # whether the text has a token there that is not its last one
+    right: whether the most likely draft is the text's token. overlap: sum of min(p, q) over the probabilities of target
+    and draft, with which a sampled draft is accepted. known: whether the text has a token there that is not its last.
+    """
+
+    right: Tensor
+    overlap: Tensor
+    known: Tensor
 
     @property
     def accepted(self) -> Tensor:
-        """Expected number of accepted sampled drafts, at each position whose K following tokens are all known."""
+        """Expected number of accepted sampled drafts, at each position whose next K tokens are all in the text."""
         return self.overlap[self.known.all(1)].cumprod(1).sum(1)
 
     def steps(self) -> tuple[Tensor, Tensor]:
@@ -173,7 +184,8 @@ def draft_by_position(
 ) -> DraftsByPosition:
     """Draft from every output position of a text, given the target's features and the text's tokens.
 
-    target_logits: maps states after the final norm to (n, V). shuffle: permute the features, so that only tokens help.
+    target_logits: maps n hidden states after the final norm to logits (n, V), V the vocabulary. shuffle: permute the
+    features, so that only tokens help.
     """
     head, num_rows = convention.head, len(text.tokens) - 2
     hidden = head.fuse([text.features[boundary][:num_rows] for boundary in convention.boundaries])
@@ -209,7 +221,7 @@ class _BranchAttention:
         self._passes: dict[int, list[tuple[Tensor, Tensor]]] = {}
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Return the attention (T, H, D) for a text of T tokens, or (P, H, D) for a pass of P branches."""
+        """Return the attention, (T, H, D) for a text of T tokens or (P, H, D) for P branches: H heads of D channels."""
         passes = self._passes.setdefault(layer, [])
         passes.append((k, v))
         num, row_T = len(passes) - 1, torch.arange(len(passes[0][0]), device=q.device)

@@ -26,16 +26,18 @@ EMBEDDINGS = "embeddings"
 
 @dataclass(frozen=True, slots=True)
 class PartFacts:
-    """Sums over all layers of one kind, or over the embedding, the final norm and the output projection."""
+    """Sums over all layers of one kind, or over the embedding, the final norm and the output projection.
+    active_bytes: bytes of the weights that one token uses: only the experts that the router selects.
+    """
 
     layers: int
     parameters: int
     weight_bytes: int
-    active_bytes: int  # bytes of the weights that one token uses: only the experts that the router selects
+    active_bytes: int
 
 
 def layer_of(spec: ModelSpec, name: str) -> SingleLayer | None:
-    """Return the layer of a weight; None outside of layers. A norm before several branches belongs to the first."""
+    """Return the layer of a weight; None outside of layers. A norm before several branches belongs to the first one."""
     where = name.split(".")
     if where[0] != "layers":
         return None
@@ -61,7 +63,7 @@ def count_parts(model: HybridDecoder | MtpHead) -> dict[str, PartFacts]:
 
 
 def count_schemes(model: HybridDecoder, device: torch.device, dtype: torch.dtype) -> dict[str, dict[str, int]]:
-    """Bytes of quantised matrices by kind of layer, then by scheme and kernel of an engine on a device."""
+    """Return bytes of quantised matrices by kind of layer, then by "scheme: kernel" on this device in this dtype."""
     found: dict[str, dict[str, int]] = {}
     for name, projection in model.matrices.items():
         layer = layer_of(model.spec, name)

@@ -104,7 +104,10 @@ def _weights(model: HybridDecoder, num_tokens: int) -> list[tuple[str, StepPart]
 
 
 def _product(weight: WeightSize, num_inputs: float, share: float) -> StepPart:
-    """Return the costs of a weight. num_inputs: tokens multiplied by each of its matrices. share: part that is read."""
+    """Return the costs of a weight, such as the matrices of all experts.
+
+    num_inputs: mean tokens that each matrix multiplies. share: part of the weight that is read, in [0, 1].
+    """
     read = StepPart(weight_bytes=share * weight.num_bytes)
     if len(weight.shape) < 2:
         return read
@@ -135,7 +138,10 @@ def _states(state: Recurrence, caches: CacheCosts, batch: int, tokens: int) -> S
 def default_cache_costs(
     spec: ModelSpec, dtype: torch.dtype, longest: int, device: str, drafts: int = 0, kv_cache_dtype: str = "auto"
 ) -> CacheCosts:
-    """Return the cache costs of an engine with default options but `kv_cache_dtype`. device: "cpu" or "cuda"."""
+    """Return the cache costs of an engine with default options apart from these.
+
+    dtype: the model's. longest: `max_model_len`. device: "cpu" or "cuda". drafts: maximum drafts of a request.
+    """
     cache, kv_dtype = EngineConfig.of().cache, choose_kv_cache_dtype(kv_cache_dtype, spec)
     states = StateOptions.of(cache, drafts, torch.device(device))
     options = CacheOptions(block_size=cache.block_size, share_prefixes=False, states=states, kv_dtype=kv_dtype)

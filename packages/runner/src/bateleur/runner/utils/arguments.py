@@ -45,12 +45,14 @@ def refuse(name: str, value: object, rule: str) -> NoReturn:
 
 @dataclass(frozen=True, slots=True)
 class Integer:
-    """Checks for an integer in [low, high]; a bool is not one."""
+    """Checks for an integer in [low, high]; a bool is not one. rule: replaces the rule in the message, which is made
+    from the bounds. why: appended to the rule.
+    """
 
     low: float = -math.inf
     high: float = math.inf
-    why: str = ""  # appended to the rule in the message
-    rule: str = ""  # replaces the rule made from the bounds
+    why: str = ""
+    rule: str = ""
 
     def __call__(self, name: str, value: object) -> int:
         """Return the value as an int. Raises ValueError for anything else."""
@@ -107,7 +109,7 @@ def mapping(name: str, value: object, rule: str = "an object") -> dict[str, Any]
 
 
 def folder(name: str, value: object, kind: str = "folder") -> str:
-    """Return the path of a folder, which need not exist. Raises ValueError for another value."""
+    """Return the path of a folder, which need not exist. Raises ValueError for another value. kind: word for errors."""
     path = fspath(value) if isinstance(value, PathLike) else value
     if not isinstance(path, str) or not path:
         refuse(name, value, f"the path of a {kind}")

@@ -60,7 +60,7 @@ def make_current(device: torch.device) -> None:
 
 @contextmanager
 def explain_out_of_memory(**arguments: object) -> Iterator[None]:
-    """Turn a failed allocation in the `with` block into a ValueError that names `arguments`."""
+    """Turn a failed allocation in the `with` block into a ValueError with the names and values of `arguments`."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:

@@ -23,17 +23,21 @@ _MAPPED = DTYPES | {"F8_E4M3": torch.uint8, "U8": torch.uint8, "I8": torch.int8,
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """Name, shape, dtype and position of one tensor in a safetensors file."""
+    """Name, shape, dtype and position of one tensor in a safetensors file.
+
+    name: as in the file, whatever prefix the family has. dtype: name in safetensors: `F32`, `BF16`, ... start: offset
+    in the file in bytes. named: False for a tensor of a shard that the index does not list; it is read if the model
+    needs it. quantized: whether values are computed from codes and scales, and first rounded to the dtype of the model.
+    """
 
     file: Path
-    name: str  # in the file, whatever prefix the family has
+    name: str
     shape: tuple[int, ...]
-    dtype: str  # name in safetensors: `F32`, `BF16`, ...
-    start: int  # offset in the file in bytes
+    dtype: str
+    start: int
     num_bytes: int
-    named: bool = True  # False for a tensor of a shard that the index does not list; it is read if the model needs it
+    named: bool = True
     quantized: ClassVar[bool] = False
-    """Whether the numbers are computed from codes and scales, and rounded to the dtype of the model at first."""
 
     def mapped(self) -> Tensor:
         """Return the tensor, read on use: torch would reserve memory for the whole file. float8 is returned as bits.

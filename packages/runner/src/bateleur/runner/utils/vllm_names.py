@@ -188,7 +188,9 @@ def _translate_speculative_config(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def drop_unsupported(table: Refusals, given: Mapping[str, Any], *, keep: Collection[str] = ()) -> dict[str, Any]:
-    """Return the arguments that the table lacks or `keep` names. Raises ValueError for values that are refused."""
+    """Return the arguments that are not in the table, or are named by `keep`. Raises ValueError if the table
+    refuses the value of another one.
+    """
     refused = {name for name in given if name in table and name not in keep}
     for name in refused:
         (values, why), value = table[name], given[name]
