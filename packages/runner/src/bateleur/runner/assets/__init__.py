@@ -20,7 +20,7 @@ def shipped_draft() -> Path:
 def default_drafts(options: Mapping[str, Any], *, alone: bool = False) -> dict[str, str]:
     """Return the options for the draft head of the shipped model; {} for another model, or if `options` choose a draft.
 
-    alone: whether the engine runs one request at a time. Otherwise the number of drafts adapts to measured times.
+    alone: whether the engine runs one request at a time. Else `draft_policy` "auto" adapts drafts to measured times.
     """
     if "draft" in options or options.get("model") is not None or options.get("num_speculative_tokens") == 0:
         return {}

@@ -28,7 +28,7 @@ def _torch(settings: dict[str, Any]) -> Any:
 
 
 def bateleur(settings: dict[str, Any]) -> tuple[Generate, dict[str, Any]]:
-    """Load bateleur's `LLM` with all given options. Returns the function that generates, and facts: versions."""
+    """Load bateleur's `LLM` with all given options. Returns the function that generates, and its version in a dict."""
     from bateleur.runner import LLM, SamplingParams
 
     torch = _torch(settings)

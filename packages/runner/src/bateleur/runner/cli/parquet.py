@@ -49,7 +49,9 @@ def _without_nulls(value: Any) -> Any:
 
 
 def write_parquet(lines: Path, target: Path) -> None:
-    """Convert a file of result lines to columns, with the whole record as JSON, and replace `target` atomically."""
+    """Convert a file of result lines to a Parquet file, which replaces `target` atomically. Its last column, `result`,
+    is the whole record as JSON.
+    """
     import pyarrow
     from pyarrow.parquet import ParquetWriter
 

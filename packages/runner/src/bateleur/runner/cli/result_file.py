@@ -71,7 +71,7 @@ class ResultFile:
         return int(kept.sum())
 
     def _read(self) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:
-        """Find the offsets of results in the file, and return their request digests by line; 0 if none or failed."""
+        """Find the offsets of results in the file, and return request digests by line; 0 if none or failed."""
         digests = np.zeros(len(self._starts), np.uint64)
         with self._path.open("rb") as file:
             for number, raw in enumerate(file, 1):

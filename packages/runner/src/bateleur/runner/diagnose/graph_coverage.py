@@ -29,9 +29,10 @@ class GraphFacts:
     """The CUDA graphs of an engine (forward pass, sampling, draft proposal), and the batches that run in them.
 
     notes: remarks for the user. decode: coverage of 1, 2, ... decoding requests, without drafts, then for each number
-    of drafts that all of them may have. prompts: coverage of one prefill with 1, 2, ... tokens; its ranges count tokens. ends: graphs that
-    sample or verify after a decode step. proposals: graphs in which a draft head proposes after a decode step. nbytes:
-    approximate bytes of memory that all graphs share, without the memory that the driver keeps for each.
+    of drafts that all of them may have. prompts: coverage of one prefill with 1, 2, ... tokens; its ranges count
+    tokens. ends: graphs that sample or verify after a decode step. proposals: graphs in which a draft head proposes
+    after a decode step. nbytes: approximate bytes of memory that all graphs share, without the memory that the driver
+    keeps for each.
     """
 
     plan: CudagraphDispatcher

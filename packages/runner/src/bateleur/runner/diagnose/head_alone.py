@@ -1,6 +1,7 @@
 """A draft head without an engine: alternative interpretations of its checkpoint, and drafts on recorded features.
 
-Token p of a head's pass gets the target's feature at position p and token p + 1, and drafts token p + 2.
+Token p of a head's pass gets the target's feature (hidden state) at position p and token p + 1, and drafts
+token p + 2.
 
 Shapes: T positions of a text, P output positions at which drafting starts, K drafts, N keys of the text and of the
 passes, V vocabulary, H heads, D channels of a head.
@@ -106,7 +107,7 @@ class RecordedText:
 class RecordingDrafter:
     """A drafter that records the target's features, and proposes tokens of known texts. It waits for the device.
 
-    A request that begins like a text of `script` gets the rest of this text as drafts.
+    A request that begins like a text in the list `script` gets the rest of this text as drafts.
     """
 
     def __init__(self, num_speculative_tokens: int, num_layers: int) -> None:

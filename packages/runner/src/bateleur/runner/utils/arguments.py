@@ -1,4 +1,4 @@
-"""Checks of user arguments, which return the value in its own type or raise ValueError.
+"""Checks of user arguments: each returns the value, converted to its type, or raises ValueError.
 
 A check is called with the name of the argument and its value. The message names argument, value and rule.
 """
