@@ -60,7 +60,7 @@ class LineParser:
 
 @dataclass(frozen=True, slots=True)
 class FileChunk:
-    """Lines that another process reads. lines: byte offset, line number, and number of the first line with the same id."""
+    """Lines that another process reads. lines: byte offset, line number, number of the first line with the same id."""
 
     path: Path
     lines: tuple[tuple[int, int, int], ...]

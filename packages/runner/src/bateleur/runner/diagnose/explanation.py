@@ -178,7 +178,7 @@ def _engine_problems(facts: Explanation) -> Iterator[str]:
 
 
 def _rollout_problem(facts: Explanation) -> str:
-    """Return the problem at the first position where the acceptance rate of the head alone collapses; "" if none."""
+    """Return a text on the first position at which the acceptance rate of the head alone collapses; "" if none."""
     alone = facts.run(ALONE)
     rates, reached = ((), ()) if alone is None else (alone.acceptance, alone.reached)
     for i, (before, this) in enumerate(pairwise(rates), 1):

@@ -117,7 +117,7 @@ def _product(weight: WeightSize, num_inputs: float, share: float) -> StepPart:
 
 
 def _keys(layer: AttentionLayer, dtype: torch.dtype, batch: int, context: int, tokens: int) -> StepPart:
-    """Return the costs of keys and values, see `step_costs`: reads for all tokens of every request, writes for new ones."""
+    """Return the costs of keys and values, see `step_costs`: reads for all tokens of requests, writes for new ones."""
     seen = context if layer.sliding_window is None else min(context, layer.sliding_window)
     each = 2 * layer.num_kv_heads * layer.head_dim * dtype.itemsize
     flops = 4.0 * batch * tokens * (seen + tokens) * layer.num_heads * layer.head_dim
