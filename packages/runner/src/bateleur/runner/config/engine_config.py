@@ -74,7 +74,7 @@ def _policy(name: str, value: Any) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig(Checked):
-    """Options for the model, its device and its dtype; `bateleur generate --help` describes each field."""
+    """Options for the model, its device and its dtype; `bateleur serve --help` describes each field."""
 
     model: str | Path | None = option(None, maybe(folder))
     """Hugging Face checkpoint folder; None is the model that is shipped with the package."""
