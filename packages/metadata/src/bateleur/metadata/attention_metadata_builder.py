@@ -56,7 +56,9 @@ class AttentionMetadataBuilder(Protocol[M]):
         """
 
     def signature(self, meta: M) -> Signature:
-        """Return the host scalars of ``meta`` that kernels read, with rules for replays. Must have no side effect."""
+        """Return the host scalars of ``meta`` that kernels read, each with its :class:`Role`: how the scalar of a
+        replay may differ from that of the capture. Must have no side effect.
+        """
 
     def addresses(self) -> Mapping[str, int]:
         """Return the data pointer of every buffer that the builder owns, by name."""

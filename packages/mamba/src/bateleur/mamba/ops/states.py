@@ -50,7 +50,10 @@ def fold_window(conv_state: Tensor, request_conv: Tensor, ring_row: Tensor, dst:
 
 
 def copy_windows(conv_state: Tensor, request_conv: Tensor, ring_row: Tensor, dst: Tensor, page_offset: Tensor) -> None:
-    """Torch form of `fold_window` with the same arguments, for rows that all have a slot."""
+    """Copy convolution windows from `request_conv` to slots `dst` of `conv_state`; all rows must have a slot.
+
+    Same arguments as `fold_window`.
+    """
     num_entries = conv_state.shape[2]
     first = page_offset.clamp(0, request_conv.shape[2] - num_entries)
     entries = first[:, None] + torch.arange(num_entries, device=dst.device)

@@ -55,10 +55,12 @@ def step_plan_kernel(
     WIDTH: tl.constexpr, SIZE: tl.constexpr, BOUNDARIES: tl.constexpr, HAS_ACCEPTED: tl.constexpr,
     HAS_PREV: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Compute the state slots that a step reads and writes; state policy SLOTS (slot per draft). Grid (tiles of rows).
+    """Compute the state slots that a step reads and writes, see `slots.plan_step`; state policy SLOTS (slot per draft).
 
+    Reads table, computed, lens, accepted and prev; writes the fields of a `SlotPlan`. Grid (tiles of rows).
     Occupancy on sm_90: at least 16 blocks per SM.
-    SIZE: tokens of a block. BOUNDARIES: false in cache mode NONE, which ignores SIZE.
+    WIDTH: maximum tokens of a row. SIZE: tokens of a block. BOUNDARIES: whether blocks have states; false in cache mode
+    NONE, which ignores SIZE.
     """
     row_R = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     owned_R = row_R < num_rows
@@ -105,9 +107,11 @@ def copy_plan_kernel(
     num_rows, table_row, table_column,
     SIZE: tl.constexpr, BOUNDARIES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Compute the copies of states to block boundaries after a step, state policy SLOTS (a slot per draft).
+    """Compute which states to copy so that those at block boundaries stay, see `slots.plan_copy`; policy SLOTS.
 
-    Grid (tiles of rows). Occupancy on sm_90: at least 16 blocks per SM. Constants as for `step_plan_kernel`.
+    Reads table, computed, lens, drafts, accepted and run (of the `SlotPlan`); writes the fields of a `CopyPlan` (kept
+    is its `accepted`). Grid (tiles of rows). Occupancy on sm_90: at least 16 blocks per SM. Constants as for
+    `step_plan_kernel`.
     """
     row_R = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     owned_R = row_R < num_rows

@@ -135,7 +135,9 @@ class ModelRunner:
             self._end_dummy(decodes, limits.max_num_seqs, limits.max_query_len)
 
     def _dummy_decodes(self) -> Iterator[tuple[int, int, StagedStep]]:
-        """Yield number of requests, query length and staged step of each size. Steps without a graph have run."""
+        """Yield number of requests, query length and staged step of each size of decode steps. The forward pass of a
+        size without a graph has already run when its step is yielded.
+        """
         limits = self.setup.limits
         ready = () if self.graphs.manager is None else self.graphs.manager.ready
         sizes = {(key.num_reqs, key.uniform_query_len or 1): key for key in ready if key.num_reqs is not None}

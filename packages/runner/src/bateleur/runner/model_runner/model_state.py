@@ -289,8 +289,8 @@ class RowLengths:
         return self._computed_M.index_select(0, rows)
 
     def advance(self, rows: Tensor, batch: CommonAttentionMetadata, num_valid: Tensor) -> None:
-        """Set the lengths of `rows` (R,) int64 after a step: its computed tokens plus `num_valid` (R,) int64.
-        Can be captured; padding has row `max_rows`.
+        """Set the lengths of `rows` (R,) int64 after a step: tokens that were computed before it, plus the tokens of
+        the step that stay, `num_valid` (R,) int64. Can be captured; padding has row `max_rows`.
         """
         reach_R = batch.num_computed_tokens[: len(rows)] + num_valid
         self._computed_M.index_copy_(0, rows, reach_R.int())

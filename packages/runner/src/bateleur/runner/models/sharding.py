@@ -117,7 +117,9 @@ def _squares(spec: ModelSpec) -> list[int]:
 
 
 def _shard_layer(layer: SingleLayer, ranks: Ranks) -> tuple[SingleLayer, Cuts]:
-    """Return this rank's part of a layer, and the ranges of its weights that this rank has, by names in the branch."""
+    """Return this rank's part of a layer, and the ranges of each weight that this rank has, by the weight's name
+    without the layer's prefix.
+    """
     match layer:
         case LatentLayer():
             return _latent(layer, ranks)

@@ -89,7 +89,7 @@ def response_of(error: AnyHTTPException, path: str) -> Response:
 
 
 def detail_of(error: AnyHTTPException, path: str) -> dict[str, Any]:
-    """Return the body that `response_of` sends."""
+    """Return the JSON body for an error, in the format of the API (OpenAI or Anthropic) that `path` belongs to."""
     return anthropic_error(error) if "/v1/messages" in path else {"error": error_of(error)}
 
 

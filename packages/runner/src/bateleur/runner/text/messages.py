@@ -144,7 +144,7 @@ def _call(name: str, given: object) -> dict[str, Any]:
 
 
 def _arguments(given: object) -> dict[str, Any]:
-    """Return the arguments as an object. Of truncated JSON the complete part counts; other text is "arguments"."""
+    """Return the arguments of a call: of truncated JSON the complete part, of other text {"arguments": text}."""
     if isinstance(given, str) and "\\ud" in given.lower():
         given = _HALF.sub(lambda found: found[1] or "\\ufffd", given)
     value = given
