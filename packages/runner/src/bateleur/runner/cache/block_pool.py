@@ -80,7 +80,7 @@ class BlockPool:
 
     def insert(self, block: int, key: Hashable) -> bool:
         """Add a referenced block to the prefix cache under `key`. Its contents must not change any more.
-        Returns False if another block has the key, and keeps it.
+        Returns False if another block already has the key; `block` then gets no key.
         """
         assert self._holders[block] > 0, "a block without references has no contents"
         assert block not in self._keys, "a block is inserted once"

@@ -68,9 +68,9 @@ class CacheCosts:
     """Bytes of keys, values and states over all layers of a model, for given cache options.
     token_bytes: keys and values of one token, including a draft head's. page_bytes: one state of all recurrent layers,
     and its convolution windows. state_bytes: the states in a page, without windows. ring_bytes, window_bytes: ring
-    buffers of recent inputs, and current convolution windows, of a running request under the state policy FOLD. layout:
-    layout of a request's states; None without recurrent layers. retention: states that stay in the prefix cache; None
-    without prefix caching.
+    buffers of recent inputs, and current convolution windows, of a running request; 0 unless the state policy is FOLD.
+    layout: layout of a request's states; None without recurrent layers. retention: states that stay in the prefix
+    cache; None without prefix caching.
     """
 
     options: CacheOptions

@@ -7,8 +7,8 @@ thousands of tokens, so memory is assigned in this order:
 1. states, ring buffers of recent inputs, and draft memory of all running requests;
 2. keys and values of the longest request; if an engine without prefix caching could not hold these, as many as it
 could. So prefix caching refuses no request. If needed, fewer requests run at once; if that is not enough, prefix
-caching is off. If the user did not choose the number of requests, it is halved until step 1 leaves enough for this, or
-half of the memory;
+caching is off. If the user did not choose the number of requests, it is halved until step 1 leaves enough for the
+longest request (or half of the memory, if that is less and the user did not choose `max_model_len`);
 3. keys and values of a working set, WORKING_TOKENS for each other running request, unless pages are cheap (smaller
 than the keys and values of the tokens from one state to the next);
 4. the rest: equal bytes for keys and values and for cached pages; if pages are cheap, a page for each stretch of

@@ -275,7 +275,9 @@ _PRIORITIES = Several(Integer(), "an integer, or a list of them")
 
 
 def _for_each(prompts: Sequence[Prompt], name: str, given: Any, kind: Any, several: Check) -> Sequence[Any]:
-    """Return one value for each prompt. given: one of type `kind` for all, or a list that `several` accepts."""
+    """Return one value for each prompt. given: one of type `kind` for all, or a list, which `several` checks.
+    name: name of the argument, for errors. Raises ValueError if the list has another length than `prompts`.
+    """
     listed: Sequence[Any] = (given,) * len(prompts) if isinstance(given, kind) else several(name, given)
     if len(listed) != len(prompts):
         raise ValueError(f"{name} has {len(listed)} entries for {len(prompts)} prompts")

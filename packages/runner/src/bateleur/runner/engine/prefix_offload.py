@@ -65,7 +65,7 @@ class PrefixOffload:
 
     @property
     def handover(self) -> PrefixTransfer:
-        """Prefix export and import. Raises ValueError without prefix caching."""
+        """The object that exports and imports prefixes. Raises ValueError without prefix caching."""
         if self._handover is None:
             raise ValueError("enable_prefix_caching is False; there are no prefixes to export or import")
         return self._handover

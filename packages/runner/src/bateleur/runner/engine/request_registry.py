@@ -156,7 +156,9 @@ class RequestRegistry:
                 self._outputs.record_end(each)
 
     def take(self, request_ids: Container[str]) -> RequestOutput | None:
-        """Return the oldest output of these requests; None if there is none. Newer outputs replace untaken ones."""
+        """Return the oldest queued output of these requests; None if there is none.
+        A request has at most one queued output. It is made now, so it contains the newest tokens.
+        """
         name = next((name for name in self._undelivered if name in request_ids), None)
         return None if name is None else self._take_one(name)
 

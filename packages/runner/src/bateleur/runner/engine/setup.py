@@ -172,9 +172,10 @@ class _CacheSizes:
         return workspace_bytes(self.model, limits, self.config.cache.block_size, largest_capture(graphs, limits))
 
     def _fitted(self, limits: EngineLimits, graphs: GraphOptions) -> EngineLimits:
-        """Return limits that are equal on all ranks, with defaults halved until the memory of steps is small enough.
-        Steps may take a quarter of the GPU memory of this engine, or all that `kv_cache_memory_bytes` leaves if it is
-        given. The default whose half saves more memory is halved first. Limits that the user gave stay.
+        """Return limits that are equal on all ranks. Defaults of `max_num_seqs` and `max_num_batched_tokens` are halved
+        until the memory of steps is small enough, first the one whose half saves more memory. Steps may take a quarter
+        of the GPU memory of this engine, or all that `kv_cache_memory_bytes` leaves if it is given. Limits that the
+        user gave stay.
         """
         chosen, cache = self.config.scheduler, self.config.cache
         rows, tokens = chosen.max_num_seqs is None, chosen.max_num_batched_tokens is None

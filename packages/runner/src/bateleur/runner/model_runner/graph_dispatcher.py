@@ -144,7 +144,8 @@ class GraphDispatcher:
             self.manager = CudaGraphManager(self.dispatcher, backend, checks=options.checks)
 
     def warm_up(self, drafter: EagleSpeculator | None) -> None:
-        """Run dummy prompts, so that later runs find kernels loaded. Does nothing on a CPU if no graph is captured."""
+        """Run dummy prompts through the model and the drafter, if any, so that later runs find kernels loaded.
+        Does nothing on a CPU if no graph is captured."""
         if self.model.device.type == "cpu" and self.manager is None:
             return
         with torch.inference_mode():
@@ -214,7 +215,8 @@ def capture_graphs(
     manager: CudaGraphManager[S, T], producer: Producer[S], body: Body[S, T], peers: Ranks, missing: str
 ) -> None:
     """Capture all graphs of a manager. A key whose capture fails on any rank runs eagerly from then on.
-    A warning says so; it starts with `missing`. body: the function that is captured. peers: see `HybridDecoder.peers`.
+    A warning says so; it starts with `missing`. body: the function that is captured. peers: the ranks that run each
+    forward pass together, see `HybridDecoder.peers`.
     """
     if manager.dispatcher.keys:
         with torch.inference_mode():

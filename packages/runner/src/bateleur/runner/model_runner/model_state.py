@@ -41,9 +41,10 @@ StagedStep = StagedBatch[StepContext]
 
 class _Built(NamedTuple):
     """Metadata of the recurrent layers, stored to be reused by the next steps.
-    batch_id: identity of the batch, see `StepRows`. padded: its requests and tokens with padding, which follow other
-    data-parallel ranks. written: counts of clears and writes of the block table when the metadata was built. longest:
-    length in tokens of the longest request for which it is valid. repeats: whether the current step reuses it.
+    batch_id: identity of the batch, see `StepRows`. padded: its numbers of requests and tokens with padding, which
+    follow other data-parallel ranks. written: counts of clears and writes of the block table when the metadata was
+    built. longest: length in tokens of the longest request for which it is valid. repeats: whether the current step
+    reuses it.
     """
 
     batch_id: object

@@ -12,8 +12,8 @@ from bateleur.runner.sampling_params import SamplingParams
 
 
 class ReportedState(NamedTuple):
-    """Describes the output of a continuation that the caller has received: numbers of tokens, characters and text tags,
-    sum of the tokens' log probabilities, whether the continuation ended.
+    """Describes the output of a continuation that the caller has received: numbers of tokens, characters and
+    tags in the text (`TextTag`), sum of the tokens' log probabilities, whether the continuation ended.
     """
 
     num_tokens: int = 0

@@ -28,7 +28,7 @@ class GrammarMasks:
     """
 
     def __init__(self, sampler: RejectionSampler, *, graphed: bool) -> None:
-        """graphed: whether CUDA graphs pad requests to one query length; then empty draft slots take no extra time."""
+        """graphed: whether CUDA graphs pad all requests to one query length; `cut_drafts` then keeps draft slots."""
         self._sampler, self._table, self._graphed = sampler, sampler.table, graphed
         # COUPLED compares drafts with the target's sample, so a forbidden draft is useless. The other rules sample from
         # the residual distribution after a rejection, so the first forbidden draft is tested, and rejected.
@@ -61,8 +61,8 @@ class GrammarMasks:
     def check_drafts(self, requests: list[Request] | None) -> list[tuple[Request, list[int]]]:
         """Set `_drafts` to the drafts that grammars allow. Returns each request that has drafts, with all of them.
         Waits until all proposed drafts are on the host. Forbidden drafts of a step that runs already (async scheduling)
-        stay in it, and the masks reject them. A request that skips a step keeps its drafts. requests: None for all that
-        have drafts.
+        stay in it, and the masks reject them. requests: requests to check; None for all that have drafts. Other
+        requests keep their drafts for a later call.
         """
         proposed, self._proposed = self._proposed, []
         for owners, fetched in proposed:

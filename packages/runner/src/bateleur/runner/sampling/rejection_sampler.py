@@ -55,10 +55,11 @@ _POISON = torch.iinfo(torch.int32).max - 6
 
 class SampledStep(NamedTuple):
     """The outcome of a step, on the device: the tokens that its S sampling requests emit.
-    packed: (S, 2 + J + K) int64 for at most K drafts and J = 1 + K tokens: number of emitted tokens; 0, or 1 if the
-    logits held a NaN, or 2 if no token was left; emitted tokens, -1 after the last; tested drafts, -1 where there was
-    none. None if no request samples.
-    num_valid: (R,) int64 number of tokens of each request of the step that stay; None if the engine never drafts.
+    packed: (S, 2 + J + K) int64 for at most K drafts and J = 1 + K tokens. Columns: number of emitted tokens; error (1:
+    the logits held a NaN, 2: no token was allowed, else 0); J emitted tokens, -1 after the last; K tested drafts, -1
+    where there was none. None if no request samples.
+    num_valid: (R,) int64 number of tokens of each request in this step, without rejected drafts and empty draft slots;
+    None if the engine never drafts.
     logprobs: one entry for each row of logits; None if no request of this step asked for them.
     """
 
@@ -274,7 +275,9 @@ class RejectionSampler:
     def _test(
         self, processed: ProcessedLogits, drafts_SK: Tensor, starts: Tensor, positions_S: Tensor, temperature_S: Tensor
     ) -> RejectionOutput:
-        """Test the drafts of S requests. starts: (S + 1,) first row of logits of each. Can be captured."""
+        """Test the drafts of S requests, -1 for none. Can be captured. starts: (S + 1,) first row of logits of each.
+        positions_S: index in its sequence of the token that is sampled from that row.
+        """
         count, metadata = len(positions_S), processed.metadata
         distribution: DraftDistribution = OneHot()  # greedy rows are the same under each distribution
         if metadata is not None:

@@ -83,7 +83,7 @@ class SampleStepProducer:
     def _after(
         self, key: BatchExecutionDescriptor, step: StagedStep, outputs: tuple[Tensor, ...], phase: Phase
     ) -> StagedBatch[ForwardState]:
-        """Stage what follows a forward pass. outputs: as of `GraphDispatcher.run`."""
+        """Return the input of the graph that runs after the forward pass of `step`. outputs: results of that pass."""
         return StagedBatch(key, ForwardState(step.state, outputs[:1]), step.generation, step.signature)
 
     def addresses(self) -> Mapping[str, int]:

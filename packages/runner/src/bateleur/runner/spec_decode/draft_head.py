@@ -53,10 +53,10 @@ class DraftHead:
     ) -> Self:
         """Load a draft head for `target`, on its device and in its dtype.
         path: a folder, "mtp" for the head in the target's `checkpoint`, or "auto" for the head that is installed with
-        the package's own model. shipped: whether the target is this model. recorded: whether CUDA graphs will be
-        captured, see `Projection.pack`; None packs no matrices. Raises ValueError for "auto" with another target, a
-        folder or a checkpoint without a head, a head that does not fit, or a target without attention layers, whose
-        blocks the head's keys and values would share.
+        the package's own model. shipped: whether the target is the package's own model. recorded: whether CUDA graphs
+        will be captured, see `Projection.pack`; None packs no matrices. Raises ValueError for "auto" with another
+        target, a folder or a checkpoint without a head, a head that does not fit, or a target without attention layers,
+        whose blocks the head's keys and values would share.
         """
         if path == MTP:
             assert checkpoint is not None
@@ -181,7 +181,9 @@ def _ends_with_experts(spec: ModelSpec) -> bool:
 
 
 def _chain_sizes(capture_sizes: Sequence[int] | None, limits: EngineLimits) -> tuple[int, ...]:
-    """Return batch sizes of graphs for draft passes with one token per request: those of the target's decode graphs."""
+    """Return batch sizes of graphs for draft passes with one token per request: those of the target's decode graphs.
+    capture_sizes: numbers of tokens of the target's graphs; None for default batch sizes up to `max_num_seqs`.
+    """
     most = limits.max_num_seqs
     if capture_sizes is None:
         return tuple(sorted({*default_capture_sizes(most), most}))

@@ -113,7 +113,10 @@ class MtpHead:
     def forward(
         self, ids: Tensor, hidden: Tensor, positions: Tensor, attend: Attend, rows: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Run the head on tokens and hidden states; see `Head.forward` for arguments and results."""
+        """Run one draft pass on tokens `ids` (T,) and hidden states (T, M) of the positions before them.
+        Returns the input of `logits` and the hidden states for the next pass, (T, M) each, or (R, M) for the tokens
+        with indices `rows` (R,). See `Head.forward`.
+        """
         pair = self.token_norm(self._target.embed(ids)), self.hidden_norm(hidden)
         h_TM = self.fc_proj(torch.cat(pair if self.embedding_first else pair[::-1], -1))
         step = _HeadStep(_NO_STEP, tuple(table.at(positions) for table in self._tables), attend)

@@ -210,7 +210,8 @@ class Proposer:
 
     def learn(self, rows: Int64s, num_drafts: Int32s, num_accepted: Int64s) -> None:
         """Update acceptance counts and estimates after a step.
-        rows: (D,) decoding requests. num_drafts: drafts that were verified. num_accepted: drafts that were accepted.
+        rows: (D,) table rows of decoding requests. num_drafts: drafts that were verified. num_accepted: drafts that
+        were accepted.
         """
         if not np.count_nonzero(num_drafts):
             self.acceptance.num_plain += len(rows)
