@@ -145,7 +145,8 @@ class GraphDispatcher:
 
     def warm_up(self, drafter: EagleSpeculator | None) -> None:
         """Run dummy prompts through the model and the drafter, if any, so that later runs find kernels loaded.
-        Does nothing on a CPU if no graph is captured."""
+        Does nothing on a CPU if no graph is captured.
+        """
         if self.model.device.type == "cpu" and self.manager is None:
             return
         with torch.inference_mode():

@@ -171,9 +171,10 @@ class ModelState:
         batch_id: object = None,
         adapter_slots: Int32s | None = None,
     ) -> StagedStep:
-        """Build the metadata of each KV cache group for the buffers' batch. key: its graph; None if it runs eagerly.
-        Replays accept only the latest result. batch_id: identity of the staged rows, see `StepRows`; None for rows that
-        do not repeat. adapter_slots: slots of the LoRA adapters of its tokens without padding; None for no adapter.
+        """Build the metadata of each KV cache group for the staged `batch`. key: graph of the batch; None if it runs
+        eagerly. Replays accept only the latest result. phase: whether the metadata is for a step, a warm-up or a
+        capture. batch_id: identity of the staged rows, see `StepRows`; None for rows that do not repeat. adapter_slots:
+        slots of the LoRA adapters of the batch's tokens without padding; None for no adapter.
         """
         if self._checks >= ReplayChecks.PARANOID:
             level: Literal["host", "device"] = "device" if self.device.type == "cpu" else "host"

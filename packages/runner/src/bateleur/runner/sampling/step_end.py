@@ -101,7 +101,7 @@ def stage_random_rows(
     sampler: RejectionSampler, metadata: CommonAttentionMetadata, hidden_TD: Tensor, rng: np.random.Generator, kind: str
 ) -> None:
     """Stage random sampling parameters and drafts for a random batch. About half of the drafts are the tokens that
-    greedy rows sample. kind: one of `KINDS`.
+    greedy rows sample from the hidden states `hidden_TD`. kind: one of `KINDS`.
     """
     count, length = metadata.num_actual_reqs, metadata.num_tokens // metadata.num_reqs
     vocab_size, ids = sampler.sampler.vocab_size, sampler.rows.next_ids
