@@ -63,6 +63,6 @@ def borrow_violations(
 def require_borrow(
     metadata: PagedAttentionMetadata, batch: CommonAttentionMetadata, group: int, now: int | None = None
 ) -> None:
-    """Raise `BorrowError` if `borrow_violations` finds any."""
+    """Raise `BorrowError` if a pass over `batch` cannot use `metadata`; arguments as for `borrow_violations`."""
     if found := borrow_violations(metadata, batch, group, now):
         raise BorrowError(f"the target's attention metadata can't be borrowed: {'; '.join(found)}")

@@ -54,6 +54,7 @@ class DraftBuffers:
         limits: sizes of the largest batch of the target. `max_model_len` is that of the draft head, if smaller:
             requests beyond it store nothing and draft nothing.
         num_speculative_tokens: K; `ValueError` below 1.
+        max_blocks: columns of `block_table`. hidden_size, dtype: Hd, and the dtype of `hidden`.
         """
         if num_speculative_tokens < 1:
             raise ValueError(f"num_speculative_tokens={num_speculative_tokens} must be at least 1")
@@ -110,7 +111,8 @@ class DraftBuffers:
         """Write seed, temperature and block table of the batch's first n requests, and 0 for all rows after them.
 
         table_rows: rows of the request table, as for `DraftLogits.stage`; ignored if no logits are kept.
-        clears: False inside a graph, which writes all rows of its padded batch. Call `note_rows` after each replay.
+        clears: whether to set the rows after n to 0. False inside a graph, which writes all rows of its padded batch;
+            then call `note_rows` after each replay.
         """
         if self.logits is not None:
             self.logits.stage(table_rows)

@@ -64,6 +64,7 @@ class ChainSteps:
 
         step: batch of the target's step. padded_rows: number of requests of the pass, padding included.
         last: number of the last pass that uses the metadata, counted from 0 for the first pass.
+        phase: RUN for requests; in another phase (warm-up, capture) the lengths are bounded as by `longest`.
         greedy: whether no request needs noise, see `DraftState`.
         """
         num_rows, padding = step.num_actual_reqs, padded_rows - step.num_actual_reqs
@@ -141,7 +142,8 @@ class ChainSteps:
     ) -> StagedBatch[DraftState]:
         """Stage the second draft pass, as if the first one had sampled token 0 everywhere, and build its metadata.
 
-        table, seed: see `stage_dummy`.
+        key: graph key; its number of tokens is that of the pass, padding included.
+        batch: dummy requests, in place of the target's step. table, seed: see `stage_dummy`.
         """
         x = self._inputs
         self.stage_dummy(batch, 0, table, seed)

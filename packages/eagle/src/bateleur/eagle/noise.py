@@ -190,7 +190,7 @@ def row_words(keys: Keys, role: Role) -> tuple[Tensor, Tensor]:
 
 
 def hashed(seed: Tensor, name: Tensor) -> tuple[Tensor, Tensor]:
-    """Hash seeds and `names`, (R,) int64 each, as `row_words`."""
+    """Hash seeds and `names`, (R,) int64 each, to low and high words, (R, 1) int32 each, as `row_words`."""
     row_R1 = _fmix64_(_fmix64_(seed + _SEED_OFFSET).bitwise_xor_(name)).unsqueeze(1)
     return row_R1.to(torch.int32), (row_R1 >> 32).to(torch.int32)
 

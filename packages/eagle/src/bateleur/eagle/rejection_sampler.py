@@ -267,7 +267,10 @@ def _excess(case: _Case, row_R: Tensor, draft_R: Tensor, weight_R: Tensor) -> Te
 
 
 def _emit(case: _Case, accepted_R: Tensor, weight_R: Tensor, vocab: HashedVocab | None) -> RejectionOutput:
-    """Emit `accepted_R` drafts, then a sample of the residual `_excess` if one was rejected, else of the target."""
+    """Emit `accepted_R` drafts, then a sample of the residual `_excess` if one was rejected, else of the target.
+
+    weight_R: factor of the target's probability in the residual; one number, or one per request.
+    """
     logit_rows, rows, end_R1 = case.logit_rows, case.logit_rows.rows, accepted_R.unsqueeze(1)
     drafts_RC = pad(logit_rows.tokens, (0, 1), value=-1)
     rejected_R1 = pad(logit_rows.drafted, (0, 1), value=False).gather(1, end_R1) & ~case.greedy.unsqueeze(1)

@@ -161,7 +161,8 @@ class SamplingMetadata:
     def thresholds(self, logits: Tensor, shard: VocabShard | None = None) -> tuple[Tensor, Tensor] | tuple[None, None]:
         """Return the truncation thresholds of penalised logits, see `truncation_thresholds` and `shard_thresholds`.
 
-        None for both if no row may drop a token.
+        They are the smallest kept logit after the temperature, (N,) float32, and the last kept index equal to it,
+        (N,) int32. None for both if no row may drop a token.
         """
         if not self.truncates(logits.shape[1] if shard is None else shard.vocab_size):
             return None, None
@@ -224,6 +225,8 @@ def _nucleus_size(top_NV: Tensor, top_k_N: Tensor, top_p_N: Tensor) -> Tensor:
 
     Mass is exp(logit - max) in units of 2^-40, summed as integers. The sum is exact, so it does not depend on the
     order of summation, the device, the memory layout or the number of sorted values.
+
+    top_NV: logits after the temperature, the largest first.
     """
     mass_NV = (top_NV - top_NV[:, :1]).exp_().double().mul_(2.0**40).long()
     rank_V = torch.arange(top_NV.shape[1], device=top_NV.device)

@@ -26,7 +26,10 @@ class Fields:
         return self._values.get(name)
 
     def size(self, name: str, default: int | None = None) -> int:
-        """Return an integer field. Raises ValueError unless it is in [1, 2^24]; a few fields have another limit."""
+        """Return an integer field, or `default` if it is missing.
+
+        Raises ValueError without a value, or for one out of [1, 2^24]. `_MOST` has the fields with another maximum.
+        """
         value, most = self._values.get(name, default), _MOST.get(name, 1 << 24)
         if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
             raise ValueError(f"{name} is {value!r}; it must be a whole number in [1, {most}]")

@@ -71,7 +71,10 @@ class Weights:
     def product(
         self, names: Sequence[str], rows: Sequence[int], columns: int, *, bias: bool = False
     ) -> Callable[[Tensor], Tensor]:
-        """Return a function that multiplies with stacked matrices (rows[i], columns) and adds their biases, if any."""
+        """Return a function that multiplies with stacked matrices, and adds their stacked biases if `bias` is True.
+
+        Matrix i is the tensor `names[i] + ".weight"` (rows[i], columns), its bias `names[i] + ".bias"` (rows[i],).
+        """
         weight = self._stacked([f"{name}.weight" for name in names], rows, columns)
         return self.project(weight, self._stacked([f"{name}.bias" for name in names], rows) if bias else None)
 

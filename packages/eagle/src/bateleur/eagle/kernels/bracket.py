@@ -39,6 +39,8 @@ def bisect(
 
     A key replaces `low` if at least `num_above` samples are at or above it, and the weight of the samples below it,
     plus `errors` standard errors, is at most `tail`; else it replaces `high`.
+
+    key_S, mass_S: sort key and mass of each sample. The weight of a sample is its mass if MASS is True, else 1.
     """
     num_low, num_high = tl.sum((key_S >= low).to(tl.int32), 0), tl.zeros([], tl.int32)
     while (num_low - num_high > _CLOSE) & (high - low > 1):
@@ -112,7 +114,10 @@ def bracket_kernel(
 ):  # fmt: skip
     """Estimate each row's brackets and find its largest logit over the temperature; NaN for a row with a NaN.
 
-    Grid (rows). Occupancy on sm_90: at least 1 block per SM. Sets the sums of `collect_kernel` to 0.
+    Grid (rows). Occupancy on sm_90: at least 1 block per SM.
+    Reads the logits, stats_ptr (result of `stats_kernel`), the sampling parameters and the penalties. Writes the
+    largest logits to best_ptr (rows,), and all columns of brackets_ptr (rows, COLUMNS); those of the sums that
+    `collect_kernel` makes are 0.
     """
     row = tl.program_id(0).to(tl.int64)
     temperature, log_min_p, top_k, top_p, truncates = metadata_of(sampling_ptr, row, size)

@@ -26,6 +26,9 @@ def first_kernel(
 
     Grid (tiles of the entries of `query_start_loc` or of the tokens of the buffers, whichever are more).
     Occupancy on sm_90: at least 16 blocks per SM.
+    Reads the target's step (ids_ptr to slots_ptr), and next_ptr and valid_ptr with num_given entries each. Writes the
+    tensors of `DraftBuffers` from new_ids_ptr to step_ptr. limit: `max_model_len`. DRAFTS: K. SEARCH: iterations of
+    the binary search for the request of a token.
     """
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     owned = tl.load(starts_ptr + num_rows)
@@ -88,6 +91,8 @@ def chain_kernel(
 
     Grid (1), because there is one counter and one number of rows. FIRST: the rows come from the first pass.
     Occupancy on sm_90: at least 2 blocks per SM.
+    Reads token_ptr, the drafts of num_given requests, and table_ptr, the block table. Updates the tensors of
+    `DraftBuffers` from ids_ptr to step_ptr. limit: `max_model_len`. DRAFTS: K.
     """
     tile = tl.arange(0, BLOCK)
     num_rows, end = tl.load(starts_ptr + max_rows), num_given
@@ -136,7 +141,10 @@ def _written(x: DraftBuffers) -> tuple[Tensor, ...]:
 def stage_first(
     buffers: DraftBuffers, batch: CommonAttentionMetadata, slots: Tensor, next_token: Tensor, num_valid: Tensor
 ) -> None:
-    """Run `bateleur.eagle.geometry.stage_first` in one launch; ``slots`` (T,) int64: slot mapping of its `group`."""
+    """Fill `buffers` for the first draft pass after the target's step `batch`, in one launch.
+
+    slots: (T,) int64, slot mapping of the draft's KV-cache group. Others: as for `bateleur.eagle.geometry.stage_first`.
+    """
     max_rows, max_tokens = len(buffers.seq_lens), len(buffers.input_ids)
     first_kernel[(triton.cdiv(max(max_rows + 1, max_tokens), _TILE),)](
         batch.input_ids, batch.positions, batch.query_start_loc, batch.seq_lens, batch.num_computed_tokens, slots,
@@ -148,7 +156,10 @@ def stage_first(
 
 
 def stage_next(buffers: DraftBuffers, token: Tensor, block_table: Tensor, block_size: int, first: bool) -> None:
-    """Run `bateleur.eagle.geometry.stage_next` (same arguments) in one launch."""
+    """Record the drafts `token` in `buffers`, and fill them for the next draft pass, in one launch.
+
+    Same arguments as `bateleur.eagle.geometry.stage_next`.
+    """
     max_rows, max_tokens = len(buffers.seq_lens), len(buffers.input_ids)
     block = min(max(128, triton.next_power_of_2(max_rows)), 1024)
     chain_kernel[(1,)](

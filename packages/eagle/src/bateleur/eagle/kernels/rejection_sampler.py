@@ -82,6 +82,9 @@ def draw_kernel(
     (`least_ptr`, `last_ptr`). SINGLE: every request has one row, and `starts_ptr` is not read. KIND: kind of
     penalties, see `penalties_of`.
 
+    Writes the maximum to best_ptr and its token id to token_ptr, in the shape of the grid. Other pointers are read:
+    words_ptr has the hashed token ids, sampling_ptr `SamplingMetadata.values`, values_ptr to before_ptr the penalties.
+
     Occupancy on sm_90: at least 24 blocks per SM.
     """
     request, row_of_request, shard = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -139,6 +142,8 @@ def emit_kernel(
 
     Grid (requests). Occupancy on sm_90: at least 4 blocks per SM.
     SINGLE: every request has one row and no draft, and a row with a NaN gets token 0.
+    Reads best_ptr and token_ptr (results of `draw_kernel`), starts_ptr (`Rows.query_start_loc`) and drafts_ptr. Writes
+    out_ptr, emitted_ptr and bad_ptr, the fields of `RejectionOutput`.
     """
     request = tl.program_id(0).to(tl.int64)
     place_C, share_S = tl.arange(0, BLOCK_C), tl.arange(0, BLOCK_S)

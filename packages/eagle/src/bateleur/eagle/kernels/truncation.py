@@ -66,6 +66,7 @@ def stats_kernel(
     """Compute for each tile the largest logit (NaN if any is NaN), and the sum of exp((logit - largest) / temperature).
 
     Grid (rows, tiles). Occupancy on sm_90: at least 5 blocks per SM.
+    Writes both numbers to stats_ptr (rows, tiles, 2); all other pointers are read.
     """
     row, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
     temperature, _, _, _, truncates = metadata_of(sampling_ptr, row, size)
@@ -91,6 +92,8 @@ def collect_kernel(
     """Append the keys inside of the brackets to the row's list of candidates, and sum number and mass of those above.
 
     Grid (rows, tiles). Occupancy on sm_90: at least 7 blocks per SM.
+    Reads best_ptr, and the brackets in brackets_ptr (rows, COLUMNS); adds the sums and the number of candidates to its
+    other columns. Writes candidates_ptr (rows, capacity); keys beyond the capacity are counted, not stored.
     """
     row, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
     temperature, log_min_p, top_k, top_p, _ = metadata_of(sampling_ptr, row, size)
@@ -123,7 +126,10 @@ def collect_kernel(
 
 @triton.jit
 def read_keys(source, start, BLOCK: tl.constexpr, KIND: tl.constexpr):
-    """Load BLOCK sort keys from index `start` of a source (candidates or logit row); the key of -inf beyond its end."""
+    """Load BLOCK sort keys from index `start` of a source (candidates or logit row); the key of -inf beyond its end.
+
+    source: (whether to read the candidates, number of keys, pointer to the candidates, arguments that find the row).
+    """
     listed, num, candidates_ptr, row_of = source
     at_L = start + tl.arange(0, BLOCK)
     if listed:
@@ -232,6 +238,8 @@ def threshold_kernel(
     """Find each row's threshold: the smallest kept logit over the temperature, and the last kept id equal to it.
 
     Grid (rows). Occupancy on sm_90: at least 2 blocks per SM. The logit is -inf in a row that keeps all tokens.
+    Writes the logit to least_ptr and the id to last_ptr, (rows,) each. Reads the logits, and best_ptr, brackets_ptr and
+    candidates_ptr as `bracket_kernel` and `collect_kernel` left them.
     """
     row = tl.program_id(0).to(tl.int64)
     _, log_min_p, top_k, top_p, truncates = metadata_of(sampling_ptr, row, size)

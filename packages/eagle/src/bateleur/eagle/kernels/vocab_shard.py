@@ -25,8 +25,9 @@ def histogram_kernel(
 ):  # fmt: skip
     """Make a histogram of each row over one 8-bit digit of the logits: sum the weights (1, or mass) of tokens by digit.
 
-    Grid (rows, splits). Occupancy on sm_90: at least 9 blocks per SM. `out` must be zeros.
-    start, shift: see `shard_truncation._histogram`.
+    Grid (rows, splits). Occupancy on sm_90: at least 9 blocks per SM.
+    Reads the logits scaled_ptr, mass_ptr if MASS is True, and start_ptr. Adds to out_ptr (rows, 256) int64, which must
+    be zeros. share: tokens of a split. start, shift: see `shard_truncation._histogram`.
     """
     row, shard = tl.program_id(0).to(tl.int64), tl.program_id(1)
     start, stop = tl.load(start_ptr + row), tl.minimum((shard + 1) * share, size)
@@ -51,6 +52,8 @@ def last_tie_kernel(
 
     The index is -1 if no tie is kept, and `size` if all are. Such rows are not read.
     Grid (rows). Occupancy on sm_90: at least 5 blocks per SM.
+    Reads the logits scaled_ptr, the threshold least_ptr, the number of ties own_ptr, and the number of them to keep,
+    kept_ptr. Writes the index to last_ptr (rows,) int32.
     """
     row = tl.program_id(0).to(tl.int64)
     least, kept, own = tl.load(least_ptr + row), tl.load(kept_ptr + row), tl.load(own_ptr + row)
@@ -70,7 +73,10 @@ def last_tie_kernel(
 
 
 def histogram_rows(scaled: Tensor, mass: Tensor | None, start: Tensor, shift: int) -> Tensor:
-    """Compute `shard_truncation._histogram` in two launches, one for zeros; same arguments and result (N, 256)."""
+    """Return a histogram (N, 256) int64 of each row over a digit of its logits, in two launches, one for zeros.
+
+    Same arguments and result as `shard_truncation._histogram`.
+    """
     num_rows, size = scaled.shape
     block = block_of(size, _BLOCK)
     shares = min(triton.cdiv(size, block), triton.cdiv(_PROGRAMS, num_rows))
@@ -85,7 +91,10 @@ def histogram_rows(scaled: Tensor, mass: Tensor | None, start: Tensor, shift: in
 
 
 def last_tie_rows(scaled: Tensor, least: Tensor, kept: Tensor, own: Tensor) -> Tensor:
-    """Compute `shard_truncation._last_tie` in one launch: same arguments and result, (N,) int32."""
+    """Return the index of the last kept token equal to the threshold of each row, (N,) int32, in one launch.
+
+    Same arguments and result as `shard_truncation._last_tie`.
+    """
     num_rows, size = scaled.shape
     last = torch.empty(num_rows, dtype=torch.int32, device=scaled.device)
     last_tie_kernel[(num_rows,)](
