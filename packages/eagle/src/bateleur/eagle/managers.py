@@ -96,7 +96,7 @@ class DraftStateProducer:
         return self.target_states.generation
 
     def stage(self, key: BatchExecutionDescriptor, phase: Phase) -> StagedBatch[DraftState]:
-        """Borrow the target's state of `key`, and stage the drafter's own buffers for it."""
+        """Stage the target's captured state of `key` again, then the drafter's buffers; return the first pass."""
         return self.adopt(self.target_states.stage(key, phase).state, phase, None).staged(key)
 
     def fuzz(self, key: BatchExecutionDescriptor, seed: int) -> StagedBatch[DraftState]:

@@ -54,7 +54,7 @@ class DraftState:
     work: Tensor | None = None
 
     def staged(self, key: BatchExecutionDescriptor) -> StagedBatch[DraftState]:
-        """Return the state staged for graph `key`, with the host scalars of the metadata if the graph is FULL."""
+        """Wrap this state as staged for graph `key`, with the host scalars of the metadata if the graph is FULL."""
         signature = self.sign(self.metadata) if key.mode is CudaGraphMode.FULL else None
         return StagedBatch(key, self, self.batch.generation, signature)
 
@@ -123,7 +123,10 @@ class DraftPasses:
         return token_n
 
     def _pass(self, execution: Execution[DraftState], rows: Tensor | None = None) -> Tensor:
-        """Run the head and sample drafts. rows: in the first pass, indices of the tokens whose output is sampled."""
+        """Run the head, sample drafts and stage the next pass; returns the drafts, (n,) int64.
+
+        rows: in the first pass, indices of the tokens whose output is sampled.
+        """
         x = self._inputs
         h_nH, recycled_nH = self._forward(execution, rows, self._layers)
         token_n = self._draw(execution, h_nH)

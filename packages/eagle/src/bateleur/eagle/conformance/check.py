@@ -117,7 +117,7 @@ class _Check:
         self.violations.setdefault((letter, text.split(":")[0]), Violation(letter, text))
 
     def watched(self, drafter: Drafter, vocab_size: int, *, reads: bool) -> Any:
-        """Return a drafter whose proposals go through `sound`. reads: whether it may wait for the device."""
+        """Return `drafter` with every proposal checked, see `sound`. reads: whether it may wait for the device."""
 
         def propose(context: DraftContext) -> Tensor:
             shown = dict(_tensors(context))

@@ -135,7 +135,8 @@ class ToyState:
 class ToyEngine:
     """Runs steps of a target, and calls a drafter after each.
 
-    Every row of the request table owns `max_blocks` blocks. `limits`, `block_size` and `lookahead` size the buffers.
+    Every row of the request table owns `max_blocks` blocks. `limits` and `block_size` size the buffers.
+    lookahead: `lookahead_tokens` of the KV-cache group.
     padded: whether steps are padded, to at least a quarter of `limits`, with NaN in outputs of padding.
     context: the drafter's context of the last step.
     key: key of the graph that a step runs on, in an engine with graphs.

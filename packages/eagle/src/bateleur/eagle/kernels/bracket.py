@@ -63,7 +63,8 @@ def bisect(
 def bracket_of(key_S, mass_S, tail, floor, ceiling, room, MASS: tl.constexpr, SAMPLES: tl.constexpr):
     """Return both ends of a bracket of the sort key below which the samples have the weight `tail`.
 
-    The high end is the ceiling if at most `room` samples are above the low end. Other parameters: see the module.
+    The high end is the ceiling if at most `room` samples are above the low end. key_S, mass_S: as for `bisect`. Other
+    parameters: see the module.
     """
     low, num_low, _, _ = bisect(key_S, mass_S, tail, _ERRORS, _FEW, floor, ceiling, MASS, SAMPLES)
     high = ceiling
