@@ -209,8 +209,8 @@ def _stored_names(names: Collection[str]) -> Callable[[str], str]:
 def _vocabulary(spec: HeadSpec, weights: Weights, target: TargetInfo) -> tuple[Vocabulary, tuple[str, ...]]:
     """Return embedding and `lm_head`, each the head's own if it has one, and names of those shared with the target.
 
-    An own tensor that equals the target's is replaced by it; not with a vocabulary-parallel target, because each rank
-    sees only its shard of the target's.
+    An own tensor that equals the target's is dropped, and the target's is shared. With a vocabulary-parallel target
+    it is kept, because each rank sees only its shard of the target's.
     """
     whole = target.vocab_size, target.hidden_size
     used: dict[str, Tensor] = {}

@@ -117,8 +117,8 @@ def bracket_kernel(
 
     Grid (rows). Occupancy on sm_90: at least 1 block per SM.
     Reads the logits, stats_ptr (result of `stats_kernel`), the sampling parameters and the penalties. Writes the
-    largest logits to best_ptr (rows,), and all columns of brackets_ptr (rows, COLUMNS); those of the sums that
-    `collect_kernel` makes are 0.
+    largest logits to best_ptr (rows,), and the brackets to brackets_ptr (rows, COLUMNS); sets its other columns to 0,
+    in which `collect_kernel` sums.
     """
     row = tl.program_id(0).to(tl.int64)
     temperature, log_min_p, top_k, top_p, truncates = metadata_of(sampling_ptr, row, size)
