@@ -226,7 +226,7 @@ class CaptureTracker(TorchDispatchMode):
 
 class HostReadGuard(TorchFunctionMode):
     """Refuses methods that read a tensor's memory on the host, and replaces `tensor[index] = number` by `fill_`: before
-    torch 2.14, torch makes a tensor of the number without an operator.
+    torch 2.14, torch makes a tensor of the number without an operator, so the tracker cannot see its allocation.
     """
 
     def __init__(self, tracker: CaptureTracker) -> None:

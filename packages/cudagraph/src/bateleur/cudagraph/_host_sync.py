@@ -54,6 +54,8 @@ def waits_for_device(
 def _waits_for_mask(arguments: dict[str, Any], on_device: Callable[[Tensor], bool]) -> bool:
     """Return whether indexing by a mask makes the host wait for the number of selected elements. If the mask is the
     only index and the assigned value is one number on the host, torch calls `masked_fill`, which does not wait.
+
+    arguments: arguments of the indexing operator, by name.
     """
     given = [index for index in arguments["indices"] if index is not None]
     value = arguments.get("values")

@@ -13,7 +13,9 @@ from bateleur.cudagraph.staging import StagedBatch, check_current
 
 
 class ReplayChecks(IntEnum):
-    """Level of the checks before each replay. Each level includes the levels below."""
+    """Level of the checks before each replay: none, host values of the batch, addresses, and tensors of the batch.
+    Each level includes the levels below.
+    """
 
     OFF = 0
     """No checks. Use it to measure what the checks cost."""

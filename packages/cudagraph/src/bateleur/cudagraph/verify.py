@@ -20,7 +20,8 @@ class ReplayComparison:
     """Result of the verification of one key.
 
     Attributes:
-        max_difference: largest absolute difference over all tensors and seeds. inf if exactly one element is NaN.
+        max_difference: largest absolute difference over all tensors and seeds. inf if only one of two
+            compared elements is NaN, or if the names, shapes or dtypes of the tensors differ.
         failure: names the first tensor out of tolerance, and its seed. None if all are within tolerance.
         part: name of the manager, in a report about several managers of an engine. Empty otherwise.
     """
@@ -70,7 +71,9 @@ RunSeed = Callable[[int], Mapping[str, Tensor]]
 
 
 def copy_tensors(output: object, extra_tensors: ExtraTensors[S], state: S) -> dict[str, Tensor]:
-    """Return copies, by name, of the output tensors of a captured function and of `extra_tensors` (of `state`)."""
+    """Return copies, by name, of the output tensors of a captured function and of `extra_tensors`. If the latter is a
+    function, it is called with `state`.
+    """
     extra = extra_tensors(state) if callable(extra_tensors) else extra_tensors
     return {name: tensor.clone() for name, tensor in (*named_tensors(output, "output"), *extra.items())}
 
@@ -78,7 +81,11 @@ def copy_tensors(output: object, extra_tensors: ExtraTensors[S], state: S) -> di
 def compare_runs(
     key: BatchExecutionDescriptor, eager: RunSeed, replay: RunSeed, num_seeds: int, rtol: float | None, atol: float
 ) -> ReplayComparison:
-    """Run the random batch of each seed 0 .. `num_seeds` - 1 by `eager` and by `replay`, and compare the results."""
+    """Run the random batch of each seed 0 .. `num_seeds` - 1 by `eager` and by `replay`, and compare the results.
+
+    eager, replay: run the batch of a seed, and return copies of the tensors to compare, by name.
+    rtol, atol: see `CudaGraphManager.verify`.
+    """
     largest, failure = 0.0, None
     for seed in range(num_seeds):
         expected, actual = eager(seed), replay(seed)

@@ -44,7 +44,9 @@ class DeviceStaging:
         queue: DeviceQueue,
         seq_len_fill: int,
     ) -> None:
-        """tensors: full-size arrays of each field. tables: block tables of all requests; empty if steps upload them."""
+        """tensors: full-size arrays of each field by its name, one per KV-cache group if the field is per group.
+        tables: block tables of all requests; empty if steps upload them.
+        """
         self._tensors, self._groups, self._queue = tensors, groups, queue
         self._request_tables, self._tables = tables, tensors["block_tables"]
         self._num_request_rows = len(tables[0].ids) if tables else 0
@@ -84,7 +86,9 @@ class DeviceStaging:
             table.mark_all_unstaged()
 
     def _forget_batch(self) -> None:
-        """Treat the batch as empty, because a step uploaded block tables without naming their requests."""
+        """Clear the host's record of the request in each batch row, because a step uploaded block tables without
+        naming their requests. Device data do not change.
+        """
         self._batch_row_of: IntArray = np.full(self._num_request_rows, -1, np.int64)  # -1: not in the batch
         self._rows: IntArray = self._batch_row_of[:0]  # request row of each batch row
         self._num_clears = -1
@@ -143,7 +147,10 @@ class DeviceStaging:
         return calls
 
     def _send_cells(self, packet: PackedUpload, rows: IntArray) -> list[_Call]:
-        """Add changed batch rows and new block ids to the upload; return the work that updates the block tables."""
+        """Add changed batch rows and new block ids to the upload; return the work that updates the block tables.
+
+        rows: (R,) row of each request in the block tables of all requests.
+        """
         calls: list[_Call] = []
         num_clears = sum(table.num_clears for table in self._request_tables)
         moved = num_clears != self._num_clears or not np.array_equal(rows, self._rows)

@@ -37,7 +37,7 @@ class BlockTable:
         self.write_cells(np.asarray(rows, np.int64) * self._columns + columns, ids)
 
     def write_cells(self, cells: npt.NDArray[np.int64], ids: npt.ArrayLike) -> None:
-        """Set entries (n,) of the flattened ``ids``. Do not change ``cells`` afterwards."""
+        """Set entries of the table to ``ids``. cells: (n,) ``row * max_blocks + column``; do not change it later."""
         self.num_writes += 1
         self._flat[cells] = ids
         self._written.append(cells.reshape(-1))
@@ -66,7 +66,8 @@ class BlockTable:
         """Take the logged writes of requests in the batch: batch rows, columns and current ids, (n,) each; or None.
 
         batch_row: (M,) batch row of each row of this table; -1: not in the batch, so that its writes stay in the log.
-        moved: whether the batch has other requests than at the last call. Only then, writes that stayed are taken.
+        moved: whether the batch has other requests than at the last call. Only then, writes that stayed in the log at
+            earlier calls are taken, too.
         """
         if moved:
             self._written += self._skipped

@@ -25,7 +25,7 @@ result; None for no result."""
 
 
 class Unsupported:
-    """Type of :data:`UNSUPPORTED`."""
+    """Type of :data:`UNSUPPORTED`, which a C implementation returns for arguments that it does not support."""
 
 
 UNSUPPORTED = Unsupported()

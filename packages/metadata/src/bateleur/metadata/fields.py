@@ -16,7 +16,7 @@ PAD_SLOT = -1
 
 
 class LeadingDim(Enum):
-    """Meaning of the leading dimension of a field."""
+    """Meaning of the leading dimension of a field: requests, requests + 1, tokens, or requests of a block table."""
 
     REQS = "reqs"
     REQS_PLUS_1 = "reqs + 1"
@@ -31,7 +31,7 @@ class LeadingDim(Enum):
 
 
 class Pad(Enum):
-    """A padding value that is not the same for every batch."""
+    """A padding value that is not the same for every batch: the last real entry, or the builders' ``seq_len_fill``."""
 
     REPEAT_LAST = "repeat_last"
     """The last real entry, which is the token count."""

@@ -43,7 +43,7 @@ class SeqLenBound:
         return len(self.upper)
 
     def max(self) -> int:
-        """Return the largest bound, 0 for an empty batch. Inexact bounds are allowed."""
+        """Return the largest upper bound, exact or not; 0 for an empty batch."""
         return int(self.upper.max()) if len(self.upper) else 0
 
     def per_row(self, rows: int | slice = slice(None)) -> Any:

@@ -8,7 +8,10 @@ from enum import Enum
 
 
 class Role(Enum):
-    """Rule between a host scalar at capture and the same scalar of a batch that replays the graph."""
+    """Rule between a host scalar at capture and the same scalar of a batch that replays the graph.
+
+    BOUND: at most the captured value. FLOOR: at least the captured value. LAYOUT, CONTROL: equal to it.
+    """
 
     BOUND = "bound"
     """Sizes a launch, grid or workspace: the captured value must be at least the batch's."""

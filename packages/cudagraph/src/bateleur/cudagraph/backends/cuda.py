@@ -63,7 +63,9 @@ class CudaGraphPool:
 
 
 def begin_capture(graph: torch.cuda.CUDAGraph, handle: Any) -> None:
-    """Begin a capture on the current stream. Other threads may call the driver meanwhile."""
+    """Begin a capture of `graph` on the current stream, into the memory pool of `handle`. Other threads may call the
+    driver meanwhile.
+    """
     graph.capture_begin(pool=handle, capture_error_mode="thread_local")
 
 

@@ -138,7 +138,10 @@ class RecordedPiece:
         self._calls = calls
 
     def replay(self) -> None:
-        """Run all operators again, into the same memory, unless external memory moved or was freed."""
+        """Run all operators again, into the same memory.
+
+        Raises `AddressMoved` or `DanglingExternal`, before anything runs, if external memory moved or was freed.
+        """
         alive = self._memory.check()  # keeps external memory alive until the end
         with torch.inference_mode():
             for func, args, kwargs, targets in self._calls:
@@ -240,7 +243,10 @@ class _OperatorRecorder(CaptureTracker):
             self.memory.add(tensor, owned=True)
 
     def _move_to_pool(self, moved: dict[UntypedStorage, UntypedStorage], value: Any) -> Any:
-        """Return `value`, or its copy in the pool if it is an untracked tensor. moved: pool copies of storages."""
+        """Return `value`, or its copy in the pool if it is an untracked tensor.
+
+        moved: pool copies by storage. A new copy is added to it, so that views of one storage share one copy.
+        """
         if not self._on_device(value) or self.memory.find(value) is not None:
             return value
         storage = value.untyped_storage()

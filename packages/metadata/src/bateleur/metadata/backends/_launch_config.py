@@ -50,8 +50,10 @@ class WorkShape:
 
     Attributes:
         group: query heads of a key head.
+        window: sliding window in keys, 0 for none.
         block_n: N, keys of a loop iteration; the largest of all launches, a multiple of each.
-        splits: number of splits that hold all keys of a launch, approximately.
+        splits: number of KV splits per key head that hold the keys of all tiles of a launch, approximately. Fewer
+            tiles than this are split, so there is room for their joins.
         launches: one launch, or one for short and one for long queries.
         num_items, num_lines: items, and lines of partial outputs, of all launches.
         unsplit_keys: requests with at most this many keys are not split.
@@ -108,9 +110,10 @@ def tile_options(
     """Return tile sizes and launch options for tiles of about ``tile_rows`` lines, at most 128 (two warp groups).
 
     float32 has no tensor cores of its precision, so its loop iterations are small. If a kernel ``converts`` keys of
-    another dtype, fewer registers are left to fetch keys ahead: one pipeline stage less above head dimension 128, none
-    in float32. Queries of 128 lines with head dimension 256 take 64 KiB, too much for a device with ``shared_bytes``
-    (of shared memory per block) below 112 KiB, so tiles there have at most 64 lines above head dimension 128.
+    another dtype, fewer registers are left to fetch keys ahead: one pipeline stage less above head dimension 128, and
+    a single stage in float32. Queries of 128 lines with head dimension 256 take 64 KiB, too much for a device with
+    ``shared_bytes`` (of shared memory per block) below 112 KiB, so tiles there have at most 64 lines above head
+    dimension 128.
 
     ``long_queries``: all requests have more than MAX_SHORT_QUERY_LEN tokens. With 200 KiB of shared memory and a head
     dimension up to 128, an iteration then takes twice as many keys, which rescales the sums half as often; with larger

@@ -85,7 +85,9 @@ def rms_norm(x_THD: Tensor, weight: Tensor, eps: float, whole: bool) -> Tensor:
 
 
 def apply_rotary(x_THD: Tensor, cos_T1R: Tensor, sin_T1R: Tensor) -> Tensor:
-    """Rotate the leading R dimensions of every head: dimension i is paired with i + R/2. Sines are signed."""
+    """Rotate the leading R dimensions of every head: dimension i is paired with i + R/2. The first R/2 sines are
+    negated: the result is ``x * cos + roll(x, R/2) * sin``.
+    """
     rotary_dim = cos_T1R.shape[-1]
     part_THR = x_THD[..., :rotary_dim]
     return torch.addcmul(part_THR * cos_T1R, part_THR.roll(rotary_dim // 2, -1), sin_T1R)

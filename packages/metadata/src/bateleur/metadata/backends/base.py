@@ -85,7 +85,9 @@ class PagedAttentionBuilder:
         )
 
     def signature(self, meta: PagedAttentionMetadata) -> Signature:
-        """Return ``num_decodes``, ``max_query_len`` and ``max_seq_len`` with their roles."""
+        """Return ``num_decodes`` (role FLOOR: a replay has at least the captured value), ``max_query_len`` and
+        ``max_seq_len`` (role BOUND: a replay has at most the captured value).
+        """
         return Signature(
             (
                 ("num_decodes", Role.FLOOR, meta.num_decodes),

@@ -94,7 +94,7 @@ def _probe(config: LayerConfig, active: str | None) -> str | None:
     """Run torch's kernel on two requests with two blocks each; return why it fails, or None.
 
     Values are 1 in the blocks of the table and 2 elsewhere, so that a kernel that ignores the table is detected.
-    ``active``: name of the active FlashAttention version, so that another one is probed again.
+    ``active``: name of the active FlashAttention version, a key of the result cache: another version is probed again.
     """
     size, (head_dim, dtype, device, sliding_window, *_) = _PROBE_BLOCK_SIZE, config
     keys = torch.zeros(8, size, 1, head_dim, dtype=dtype, device=device)

@@ -33,9 +33,10 @@ def _offsets(
 ):  # fmt: skip
     """Return offsets (N,) in the KV cache, in elements, of keys ``start`` to ``start + N - 1``; N divides ``start``.
 
-    If pages and iterations are aligned, the block id is loaded once for each page: for all pages in one load, or one
-    by one with ``ONE_BY_ONE``. Otherwise it is loaded for each key. Block ids of pages without a key in ``first`` to
-    ``last - 1`` are not read. table_ptr: block table of the request. strides: those of block and slot.
+    If pages and iterations are aligned, the block id is loaded once for each page: for all pages in one load with
+    ``PAGES_AT_ONCE``, or one by one with ``ONE_BY_ONE``. Otherwise it is loaded for each key. Block ids of pages
+    without a key in ``first`` to ``last - 1`` are not read. table_ptr: block table of the request. strides: those of
+    block and slot.
     """
     n = tl.arange(0, BLOCK_N)
     if BLOCK_SIZE % BLOCK_N == 0:
@@ -75,6 +76,8 @@ def attend_keys(
     pointers to keys and values of one key head and to the request's block table. ``strides`` are those of block and
     slot. ``scale`` includes log2(e). Keys outside of the range are not loaded, because a weight of zero does not remove
     NaN. Loaded values are converted to the dtype of the queries, which is exact for FP8.
+    GROUP: query heads of a key head. WINDOW: sliding window in keys, 0 for none. PRECISION: ``input_precision`` of
+    ``tl.dot``.
     """
     k_ptr, v_ptr, table_ptr = cache
     acc_MD, peak_M, total_M = state
@@ -166,8 +169,9 @@ def attention_kernel(
 
     Occupancy on sm_90: at least 1 block per SM.
 
-    If a tile has one split, the program writes the output (T, Hq, D). Otherwise it writes a normalised partial output
-    (M, D) and the base-2 logarithm of the sum of weights (M,), both in float32. Padding items zero the padded tokens.
+    If a tile has one split, the program writes the output (T, Hq, D) to ``out_ptr``. Otherwise it writes a normalised
+    partial output (M, D) to ``part_ptr`` and the base-2 logarithm of the sum of weights (M,) to ``lse_ptr``, both in
+    float32. Padding items zero the padded tokens. All other pointers are only read.
     SCALED: the cache's scales (2, key heads) multiply the scores and the output. first_item, first_line: see `Launch`.
     q_token to table_row: strides.
     """

@@ -27,6 +27,9 @@ def device_fields_kernel(
 
     Occupancy on sm_90: at least 16 blocks per SM.
 
+    Reads the first four pointers: computed tokens, query starts and token ids of the step, and a block table. Writes
+    the other six, from ``ids_ptr`` on: fields of the batch.
+    num_reqs, num_tokens: real sizes. max_reqs, max_tokens: sizes of the buffers. table_row: stride.
     FIELDS: write all fields, else slots only. BLOCK_SIZE: 0 if there are no slots. FILL: ``seq_lens`` of padded rows.
     SEARCH: steps of the binary search for the row of a token. new_ids_ptr: ids of tokens from ``first_id`` on.
     """

@@ -176,6 +176,7 @@ def work_kernel(
 
     Occupancy on sm_90: at least 9 blocks per SM.
 
+    Reads ``seq_lens_ptr`` and ``starts_ptr`` (query_start_loc), writes ``work_ptr``.
     ``ends_ptr`` is scratch memory (launches, num_rows). The other numbers are ``WorkShape.work_sizes``.
     """
     which = tl.program_id(0)

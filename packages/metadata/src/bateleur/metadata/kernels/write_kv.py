@@ -21,8 +21,9 @@ def _normed(x_HL, scale_H, weight_HL, real_HL):
 
 @triton.jit
 def _fp8_of(x_HL):
-    """Round float32 to e4m3: to nearest, ties to even; saturates at 448 and keeps NaN. Computed with integers, because
-    Triton's interpreter rounds in another way.
+    """Return float32 values as float8 e4m3, rounded to nearest, ties to even; saturates at 448 and keeps NaN.
+
+    Computed with integers, because Triton's interpreter rounds in another way.
     """
     bits_HL = x_HL.to(tl.int32, bitcast=True)
     size_HL = tl.minimum(tl.abs(x_HL), 448.0)
@@ -138,6 +139,7 @@ def write_kernel(
     BLOCK_H: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Apply RMS norm and rotary embedding to queries and keys, and write keys and values to the KV cache.
+    ``q_ptr`` (in place) and the caches are written, all other pointers are only read.
 
     Grid (tokens, Q_TILES + K_TILES): tiles of query heads (0 if they do not change), then of key heads.
     Occupancy on sm_90: at least 10 blocks per SM.
