@@ -140,7 +140,7 @@ class RecordedPiece:
     def replay(self) -> None:
         """Run all operators again, into the same memory.
 
-        Raises `AddressMoved` or `DanglingExternal`, before anything runs, if external memory moved or was freed.
+        Raises `AddressMoved` or `DanglingExternal`, before any of them runs, if external memory moved or was freed.
         """
         alive = self._memory.check()  # keeps external memory alive until the end
         with torch.inference_mode():

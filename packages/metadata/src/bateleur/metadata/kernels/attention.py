@@ -234,6 +234,7 @@ def join_kernel(
     """Compute the output of a tile's lines from the partial outputs of its splits, always in the order of the splits.
 
     Grid (joins, groups of L lines of a tile, key heads). Occupancy on sm_90: at least 3 blocks per SM.
+    Reads ``part_ptr``, ``lse_ptr``, ``work_ptr`` and, with SINKS, ``sinks_ptr``; writes ``out_ptr``.
     first_join: index of the first join in the work list.
     """
     head, num_kv_heads = tl.program_id(2), tl.num_programs(2)
