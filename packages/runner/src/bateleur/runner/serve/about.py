@@ -111,7 +111,7 @@ def web_page() -> tuple[bytes, str]:
 
 
 def _model(service: Service, name: str) -> dict[str, Any]:
-    """Return a model with the fields of OpenAI, of vLLM (from `root` on) and of Anthropic (from `type` on)."""
+    """Return a model as `/v1/models` lists it: fields of OpenAI, vLLM (from `root` on), Anthropic (from `type` on)."""
     adapter = service.adapters.get(name)
     return {
         "id": name,

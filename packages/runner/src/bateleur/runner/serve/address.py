@@ -61,7 +61,7 @@ def check_tls(config: ServeConfig) -> None:
 
 
 def _clear(path: Path) -> None:
-    """Remove the socket file of a server that no longer runs."""
+    """Remove the socket file if its server no longer runs (connections are refused); else leave it."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as caller:
         try:
             if path.is_socket():

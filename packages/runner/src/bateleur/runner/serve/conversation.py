@@ -101,7 +101,10 @@ class Answer:
 
 
 async def render_prompt(service: Service, parsed: ChatRequest) -> tuple[ChatRequest, ChatPrompt]:
-    """Return the request after `with_options`, and its prompt. Raises HTTPException if the template refuses it."""
+    """Return the request with the server's template options (`with_options`), and its prompt.
+
+    Raises HTTPException if the template refuses it.
+    """
     service.adapter_of(parsed.model)
     parsed = with_options(parsed, service.config)
     with http_errors(parsed.names):
@@ -139,7 +142,7 @@ class ThinkingBudget:
 
     For each continuation, the engine runs one request for the reasoning and one for the answer. If the prompt does not
     open the reasoning (`opened`), a request of one token shows whether the model does. Sampling depends on the seed and
-    the position, so an unused budget changes no token of a seeded request.
+    the position, so an unused budget changes no token of a seeded request. `begin` and `end`: token ids of the tags.
     """
 
     service: Service
@@ -195,7 +198,10 @@ class ThinkingBudget:
         return _as_continuations(outputs, f"{reply_id}-0")
 
     async def _begin(self, reply_id: str) -> OutputReader:
-        """Submit the reasoning. If the prompt has not opened it, submit one token, which may be the begin tag."""
+        """Submit the reasoning of one continuation, and return the reader of its outputs.
+
+        If the prompt has not opened it, submit a request of one token, which may be the begin tag.
+        """
         if self.opened:
             return await self._submit_reasoning(self.prompt, reply_id)
         params = replace(self.params, max_tokens=1, min_tokens=min(1, self.params.min_tokens))
@@ -256,18 +262,18 @@ class ThinkingBudget:
         return await self.service.submit([prompt], replace(self.parsed, params=params, stream=True), reply_id)
 
     def _answer_follows(self, completion: CompletionOutput, written: list[int]) -> bool:
-        """Return whether only the reasoning ended (end tag or budget), and max_tokens leaves room for an answer.
+        """Return whether the reasoning ended by its end tag or the budget, and max_tokens leaves room for an answer.
 
-        written: output tokens so far.
+        completion: last output of the reasoning. written: output tokens so far, including this output's.
         """
         room = self.params.max_tokens is None or len(written) + 1 < self.params.max_tokens
         ended = completion.finish_reason == "stop" and written[-1:] == [self.end]
         return room and (ended or completion.finish_reason == "length")
 
     def _close(self, completion: CompletionOutput, written: list[int]) -> None:
-        """End the reasoning with this output: keep the model's end tag, or append one to `completion` and `written`.
+        """End the reasoning with its last output: unless the model wrote the end tag, append it to both arguments.
 
-        written: output tokens so far.
+        written: output tokens so far, including this output's.
         """
         if written[-1:] != [self.end]:
             written.append(self.end)

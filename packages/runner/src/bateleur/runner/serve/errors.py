@@ -43,7 +43,10 @@ _ANTHROPIC_KINDS = _KINDS | {403: "permission_error", 413: "request_too_large", 
 
 @contextmanager
 def http_errors(names: Mapping[str, str] = MappingProxyType({})) -> Iterator[None]:
-    """Turn known errors into HTTPException. names: fields of the API, by their names in chat completions."""
+    """Turn QueueFull, AdaptersBusy, EngineDead and ValueError into HTTPException.
+
+    names: the API's names of fields, by their names in chat completions; errors then begin with the API's name.
+    """
     try:
         yield
     except (QueueFull, AdaptersBusy) as error:
@@ -70,7 +73,10 @@ def _code_of(error: ValueError) -> str | None:
 
 
 def _renamed(message: str, names: Mapping[str, str]) -> str:
-    """Replace the field's name at the start of the message. The index of `messages[2]` is dropped: it may differ."""
+    """Replace the field's name at the start of the message by the API's name in `names`, if it has one.
+
+    The index in `messages[2]` is dropped, because it counts chat messages, not the items of the body before conversion.
+    """
     found = re.match(r"(\w+)(\[\d+\])?", message)
     if found is None or found[1] not in names:
         return message

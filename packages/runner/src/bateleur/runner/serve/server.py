@@ -28,7 +28,10 @@ _ABORT_SECONDS = 5
 
 
 def run(llm: AsyncLLM, config: ServeConfig, listener: socket.socket, ready: Callable[[], None]) -> bool:
-    """Serve until a signal arrives and requests end. ready: called at the start. Returns False if the engine failed."""
+    """Serve until a signal arrives and requests end. Returns False if the engine failed.
+
+    ready: called when the server accepts connections.
+    """
     app = build_app(llm, config)
     service: Service = app.state.service
 

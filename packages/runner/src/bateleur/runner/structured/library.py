@@ -21,7 +21,7 @@ SPECIAL = b"\xff"
 
 
 class _Tokens:
-    """A vocabulary as llguidance reads it."""
+    """A vocabulary with the tokenizer interface from which llguidance creates its own."""
 
     is_tokenizer_wrapper = True
     bos_token_id = None

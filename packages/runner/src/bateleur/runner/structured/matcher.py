@@ -74,7 +74,10 @@ class Matcher:
         return error_line(self._parser.get_error())
 
     def ended(self, *, without_end: bool = False) -> bool:
-        """Return whether the engine has to end the request. without_end: min_tokens forbids end tokens."""
+        """Return whether the text is complete and no token can follow, so that the engine must end the request.
+
+        No end token can follow if the request has none, or if min_tokens forbids it now (`without_end`).
+        """
         if self._parser.is_error() or not (without_end or not self._ends):
             return False
         if self._parser.is_stopped():
@@ -86,7 +89,10 @@ class Matcher:
         return not mask_1W.any()
 
     def allowed_prefix(self, drafts: Sequence[int]) -> int:
-        """Return how many leading drafts the grammar allows, up to the first end token (included) or -1 (no draft)."""
+        """Return how many leading drafts the grammar allows.
+
+        The first end token is the last draft that counts; an id of -1 means that there are no more drafts.
+        """
         known: list[int] = []
         for token in drafts:
             if token < 0 or token in self._no_end:

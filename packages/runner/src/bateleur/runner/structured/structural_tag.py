@@ -217,7 +217,7 @@ class _Compiler:
 
         calls: rules for what follows a trigger, by trigger. ends: if given, one of these texts ends the text.
         excludes: tags that the text does not have. after: what follows a call, instead of more text.
-        last: whether the text ends with a call, which xgrammar does not have.
+        last: whether the text must end with a call; xgrammar has no such option.
         """
         tags, known = (*calls, *ends, *excludes), self._tokens
         ids = known.ends | {known.tags[tag] for tag in tags if tag in known.tags}
@@ -243,7 +243,10 @@ class _Compiler:
         return f"({text} | <[{','.join(map(str, sorted(special)))}]>)*" if special else f"{text}?"
 
     def _text_up_to(self, tag: str) -> str:
-        """Return the expression of text that ends with its first `tag`. Free text excludes a tag that is one token."""
+        """Return the expression of text that ends with its first `tag`.
+
+        If the tag is one token, only of the tag, because the free text before it already excludes this token.
+        """
         return self._literal(tag) if tag in self._tokens.tags else self._lazy(f"(?s:.*){escaped(tag)}")
 
     def _literal(self, text: str) -> str:

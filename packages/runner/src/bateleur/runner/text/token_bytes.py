@@ -29,7 +29,7 @@ class TokenText:
 
     @cached_property
     def _bytes_of_piece(self) -> Callable[[str], bytes] | None:
-        """`piece_decoder` of the tokenizer; None if tokens can't be decoded one by one.
+        """Function from a vocabulary token to its bytes (`piece_decoder`); None if tokens can't be decoded one by one.
 
         Takes a second for 250,000 tokens.
         """

@@ -31,7 +31,10 @@ class NoTokenizer:
 
 
 def tag_tokens(tokenizer: Tokenizer) -> dict[int, str]:
-    """Return tags by token id: special tokens, and added tokens such as <a> or [A]. Empty as in `special_token_ids`."""
+    """Return tags by token id: special tokens, and added tokens such as <a> or [A].
+
+    Empty for a tokenizer without the tokenizers library.
+    """
     added = _added_tokens(tokenizer)
     return {token: each.content for token, each in added if each.special or _TAG.fullmatch(each.content)}
 

@@ -249,7 +249,7 @@ def completion_logprobs(
 ) -> dict[str, Any]:
     """Return `logprobs` of `/v1/completions`: the most likely tokens, and the token itself. Parameters: see the module.
 
-    logprobs: None for the first token of a prompt. beginning: its text. offset: characters before the first token.
+    logprobs: None for a prompt's first token. beginning: text of that token. offset: characters before `token_ids`.
     """
     tokens: list[str] = []
     chosen: list[float | None] = []

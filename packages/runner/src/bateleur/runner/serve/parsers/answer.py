@@ -13,7 +13,7 @@ _LONGEST_PIECE = 512
 
 
 class AnswerParser:
-    """Incremental parser of one answer. Reasoning ends at its end tag, or at a tool call without a later end tag."""
+    """Incremental parser of one answer. Reasoning ends at its end tag or, if it has none, at a tool call."""
 
     def __init__(
         self,

@@ -28,7 +28,10 @@ _SPACE = formats.pattern(r"[ \t\r\n]{0,8}")
 
 @dataclass(frozen=True, slots=True)
 class PreparedChat:
-    """A chat request for the engine: sampling parameters, reasoning at the start of the answer, and answer parsers."""
+    """A chat request for the engine: its sampling parameters, and a factory of answer parsers.
+
+    phase: reasoning of the answer: "none", "possible" at its start, or already "opened" by the prompt.
+    """
 
     params: SamplingParams
     phase: ReasoningPhase
@@ -87,7 +90,7 @@ class ChatFormat:
         return PreparedChat(params, phase, reader)
 
     def _reasoning_phase(self, prompt: ChatPrompt) -> ReasoningPhase:
-        """Return the phase in which the answer begins, by the last tags of the prompt."""
+        """Return "opened" if the last tag of the prompt begins the reasoning, "none" if it ends it, else "possible"."""
         begin, end = self.reasoning_begin_id, self.reasoning_end_id
         if begin is None or end is None:
             text = prompt["prompt"].rstrip()
@@ -101,7 +104,7 @@ class ChatFormat:
 
 
 def with_options(parsed: ChatRequest, options: ParserOptions) -> ChatRequest:
-    """Return the request with the chat template and template arguments of the options."""
+    """Return the request with the options' chat template, and their template arguments unless it sets its own."""
     names = {**(options.default_chat_template_kwargs or {}), **parsed.template}
     return replace(parsed, chat_template=options.chat_template, template=names)
 
@@ -117,7 +120,7 @@ def answer_grammar(
     """Build the grammar of an answer; None if every answer is valid.
 
     answer: constraint of the content. tools: format of calls that the model may write instead of the content, or None.
-    functions: callable functions. once: allow one call at most.
+    functions: callable functions. once: allow one call at most. reasoning: `phase` of `PreparedChat`.
     """
     if tools is None:
         if answer is None or reasoning == "none":

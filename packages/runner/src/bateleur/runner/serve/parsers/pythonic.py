@@ -99,7 +99,10 @@ def _read_keywords(source: Source, writer: ArgumentsWriter) -> Parse[bool]:
 
 
 def _read_keyword(source: Source, at: int, writer: ArgumentsWriter) -> Parse[tuple[str, int]]:
-    """Return an argument's name and the position of its value; an empty name if no parameter is left."""
+    """Return an argument's name and the position of its value. One without a name gets the next parameter's.
+
+    The name is empty if no parameter is left, or if the text ends within a name.
+    """
     while MAY_KEYWORD.match(source.text, at):
         if source.final:  # truncated
             return "", at

@@ -24,7 +24,10 @@ class Function(NamedTuple):
 
 
 class ToolFormat:
-    """Base class of tool call formats. Parses calls of an answer, and builds their grammar from `CALL` and `LIST`."""
+    """Base class of tool call formats. Parses the calls of an answer, and builds their grammar.
+
+    CALL is the grammar of one call, LIST of several in one pair of tags. BARE_STARTS start a call without a tag.
+    """
 
     START_TAGS: ClassVar[tuple[str, ...]] = ()
     """Tags that can start a call."""

@@ -20,7 +20,7 @@ class ResponseWriter:
         self._open: Item | None = None
 
     def begin(self) -> Iterator[Item]:
-        """Yield the first events."""
+        """Yield the first events: `response.created` and `response.in_progress`."""
         self.response["status"] = "in_progress"
         yield self._event("response.created", response=self._snapshot())
         yield self._event("response.in_progress", response=self._snapshot())
@@ -54,7 +54,7 @@ class ResponseWriter:
                     self.response |= {"status": status, "incomplete_details": details}
 
     def end(self, usage: Item) -> Iterator[Item]:
-        """Yield the last event."""
+        """Set the token usage, and yield the last event: `response.completed` or `response.incomplete`."""
         self.response |= {"usage": usage, "completed_at": int(time.time())}
         status = self.response["status"]
         yield self._event(f"response.{'incomplete' if status == 'cancelled' else status}", response=self._snapshot())
