@@ -144,7 +144,7 @@ class ConfigFields:
         return tuple(made[kind] for kind in kinds)
 
     def windows(self, attention: AttentionLayer, **windowed: Any) -> tuple[AttentionLayer, ...]:
-        """Return a layer for each of `layer_types`: `attention`, with fields `windowed` for sliding windows."""
+        """Return `attention` for each of `layer_types`; layers with a sliding window get the fields `windowed`."""
 
         def sliding() -> AttentionLayer:
             return replace(attention, sliding_window=self["sliding_window"], **windowed)

@@ -19,9 +19,10 @@ _PREFIX = "mtp."
 
 
 def read_mtp(checkpoint: Checkpoint) -> Checkpoint:
-    """Return the checkpoint with layers and tensors of its MTP head. Raises ValueError without a supported one.
+    """Return a checkpoint of the MTP head alone: its layers and tensors in place of the target's.
 
-    Its tensors fill the weights `token_norm`, `hidden_norm`, `fc_proj`, `final_norm`, and those of the layers.
+    The head's tensors fill the weights `token_norm`, `hidden_norm`, `fc_proj`, `final_norm`, and those of the layers.
+    Raises ValueError if the target has no supported head.
     """
     path = checkpoint.path
     file = path / "config.json"

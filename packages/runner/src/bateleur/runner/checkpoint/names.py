@@ -36,7 +36,9 @@ class WeightPart:
     """A part of a weight that one tensor fills: rows [start, start + rows) of weight `target`; `rows` None: all.
 
     The other fields say how the stored tensor becomes this part: `pieces` and `axis` give the order of rows, `factors`
-    multiply rows, and `stored` is the shape in the file. `instead` has the parts by name in another layout of files.
+    (rows, factor) multiply consecutive rows, `transposed` swaps the last two axes, and `stored` is the shape in the
+    file. `expert`: index of the only expert that the tensor fills. `instead` has the parts by name in another layout of
+    files.
     """
 
     target: str
@@ -271,7 +273,7 @@ def _behind(branch: str, names: Names) -> Names:
 
 
 def _instead(target: str, others: tuple[str, ...], count: int = 0, rows: int = 0) -> Names:
-    """Return the names of another layout. `{}` in a name stands for each of `count` experts.
+    """Return the parts of `target` by the names `others` of another layout. `{}` stands for each of `count` experts.
 
     Several names are stacked by rows to one weight, with `rows` rows each.
     """

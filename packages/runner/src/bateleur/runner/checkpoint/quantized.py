@@ -113,7 +113,7 @@ def quantize_projections(
 
 
 def _common(found: list[tuple[WeightPart, TensorEntry]]) -> Scheme | None:
-    """Return the common scheme of all experts; None if schemes differ, or if group tables (act order) could differ."""
+    """Return the scheme of all experts in `found`; None if they differ, one is plain, or there are group tables (act order)."""
     first, *others = {_scheme(part, entry) for part, entry in found}
     return None if others or first is None or first.indexed else first
 
@@ -128,7 +128,8 @@ def _scheme(part: WeightPart, entry: TensorEntry) -> Scheme | None:
 def _pieces(found: list[tuple[WeightPart, TensorEntry]], cut: Cut) -> list[tuple[int, int, Scheme | None, int | None]]:
     """Return (first row, row after the last, scheme, number of groups) for the rows of this rank.
 
-    Adjacent rows with equal schemes are joined. cut: this rank's ranges by axis.
+    Adjacent rows with equal schemes are joined. found: all tensors of the projection, with the part that each fills.
+    cut: this rank's ranges by axis.
     """
     every: list[tuple[int, int, Scheme | None, int | None]] = []
     for part, entry in found:
@@ -178,7 +179,10 @@ def _fill(
     ranges: Sequence[Range] | None,
     columns: Range | None,
 ) -> None:
-    """Copy the rows `ranges` (None: all) and the columns of a stored matrix (N, K) to the pieces of a projection."""
+    """Copy this rank's rows and columns (None: all) of a stored matrix (N, K) to the pieces of a projection.
+
+    part: where and how the matrix fills the whole weight. ranges: this rank's rows of the whole weight.
+    """
     if isinstance(matrix, QuantizedMatrix):
         order = part.row_order(matrix.shape[0])
         matrix = matrix if order is None else matrix.rows(order)

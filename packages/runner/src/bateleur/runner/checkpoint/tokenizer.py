@@ -152,7 +152,7 @@ def _model_type(folder: Path) -> str:
 
 
 def _is_plain(folder: Path, fields: Mapping[str, Any]) -> bool:
-    """Return whether all fields are known, and no other file changes the tokenizer."""
+    """Return whether all fields of tokenizer_config.json are known, and no other file changes the tokenizer."""
     known = {"tokenizer_class", "chat_template", "clean_up_tokenization_spaces", "added_tokens_decoder"}
     if not (known | {*_NAMED, *_LISTED, *_SIDES, *_IDLE}).issuperset(fields):
         return False
@@ -168,7 +168,7 @@ def _is_plain(folder: Path, fields: Mapping[str, Any]) -> bool:
 
 
 def _adds_nothing(fields: Mapping[str, Any], tokenizer: FileTokenizer) -> bool:
-    """Return whether `tokenizer.json` has all tokens of the configuration with the same flags."""
+    """Return whether `tokenizer.json` has all tokens of tokenizer_config.json (`fields`) with the same flags."""
     backend = tokenizer.backend_tokenizer
     if backend.truncation or backend.padding or backend.post_processor is None:
         return False

@@ -209,8 +209,8 @@ class AdapterManager:
     def assign(self, waiting: Sequence[str]) -> list[int]:
         """Give slots to requests that wait, first come, first served. Returns the slot of each; 0 if it still waits.
 
-        waiting: adapter name of each request, in service order. If a request must still wait, no later one gets the
-        least recently used adapter. So the slot of that adapter becomes free, and no request waits forever.
+        waiting: adapter name of each request, in service order. After the first request that must still wait, requests
+        of the least recently used adapter with a slot wait, too. So its slot becomes free, and none waits forever.
         """
         slots, blocked = list[int](), False
         for name in waiting:

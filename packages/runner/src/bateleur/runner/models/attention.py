@@ -14,7 +14,10 @@ from bateleur.runner.models.spec import AttentionLayer, LatentLayer
 
 
 class CachedAttention(ResidualBranch):
-    """A residual branch whose keys and values are written to a paged KV cache."""
+    """A residual branch whose keys and values are written to a paged KV cache.
+
+    norm: norm of queries and keys. sinks: score of each head's attention sink.
+    """
 
     norm: HeadNorm | None = None
     """Norm of queries and keys before rotation."""

@@ -17,7 +17,8 @@ from bateleur.runner.distributed.ranks import ALONE, Ranks
 class StepContext:
     """Metadata and caches of one step, read by all layers.
 
-    Caches are keys and values (`kv`), recurrent states (`states`), and inputs of the latest tokens (`rings`).
+    Caches of each layer are keys and values (`kv`), convolution window and recurrent state (`states`), and inputs of
+    the latest tokens (`rings`).
     """
 
     batch: CommonAttentionMetadata

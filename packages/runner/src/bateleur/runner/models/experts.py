@@ -68,7 +68,10 @@ class Experts(ResidualBranch):
         return combine(self._products(x_TL, token_S, expert_ends_E), sorted_index_S, weights_TK, shared_TL, gate_T1)
 
     def _products(self, x_TL: Tensor, token_S: Tensor, expert_ends_E: Tensor) -> Tensor:
-        """Return the experts' outputs (S, L) for S pairs from `sort_places`. Rows after the last end are arbitrary."""
+        """Return the experts' outputs (S, L) for S pairs sorted by expert. Rows after the last end are arbitrary.
+
+        token_S, expert_ends_E: token of each pair, and end of each expert's pairs, from `sort_places`.
+        """
         gate_up_SF, expert_S = self.up_proj(x_TL.index_select(0, token_S), expert_ends_E), None
         if self.up_proj.bias is not None and self.down_proj.bias is not None:
             sorted_index_S = torch.arange(len(token_S), dtype=torch.int32, device=expert_ends_E.device)

@@ -96,7 +96,7 @@ _grouped_product = define_op(
 def quantized_grouped(x: Tensor, ends: Tensor, parts: Sequence[Tensor], scheme: str) -> Tensor:
     """Return `grouped_product` of x (S, K) and quantised matrices (E, N, K).
 
-    ends: its `group_ends`. parts, scheme: as for `quantized_linear`.
+    ends: `group_ends` of `grouped_product`. parts, scheme: `QuantizedMatrix.tensors` and `Scheme.key` of the matrices.
     """
     y_SN = x.new_zeros(x.shape[0], parts[0].shape[1])
     form = _by_group if x.is_cpu else _masked

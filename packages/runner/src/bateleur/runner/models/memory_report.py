@@ -57,7 +57,7 @@ def _first(matrix: QuantizedMatrix) -> QuantizedMatrix:
 
 
 def describe_quantized(matrix: QuantizedMatrix, device: torch.device, dtype: torch.dtype) -> str:
-    """Return a description of the kernel that multiplies by a quantised matrix, for reports."""
+    """Return a description of the kernel that multiplies by a quantised matrix, for reports. dtype: dtype of tokens."""
     if device.type == "cuda" and dtype != torch.float64:
         return "Triton, dequantised in registers"
     packed = PackedMatrix.of(_first(matrix), dtype)

@@ -21,7 +21,7 @@ from bateleur.runner.models.operators import operator
 
 
 class Layout(StrEnum):
-    """Memory layout of the codes of a matrix. The low nibble of a byte is an even column, the high one the next."""
+    """Memory layout of codes: FP8, INT8, INT4, NVFP4 (F4), MXFP4. Low nibbles are even columns, high ones the next."""
 
     F8 = "F8"
     """(N, K) uint8, the bits of float8 e4m3."""
@@ -48,8 +48,8 @@ _TILE = 1 << 20
 class Scheme:
     """Describes how a matrix is quantised: code layout, scale groups, zero points. Rows with one scheme can be stacked.
 
-    `group` consecutive columns have a common scale; the first group may have fewer (`start`), or a table has the
-    group of each column (`indexed`). `divides`: how the row factors of F4 are applied.
+    `group` consecutive columns have a common scale; the first group lacks its first `start` columns, or a table has
+    the group of each column (`indexed`). `divides`: whether F4's scales are divided by row factors, not multiplied.
     """
 
     layout: Layout
@@ -98,7 +98,7 @@ def tensors_of(matrix: Any, prefix: str) -> dict[str, Tensor]:
 class QuantizedMatrix:
     """A quantised matrix (N, K), or E of them with a leading E in all tensors.
 
-    F4 has a factor for each row (`factors`). `index` has the scale group of each column if `scheme.indexed`.
+    NVFP4 (F4) has a factor for each row (`factors`). `index` has the scale group of each column if `scheme.indexed`.
     """
 
     scheme: Scheme

@@ -34,7 +34,7 @@ class Recurrent(ResidualBranch):
         """Return the recurrence's outputs (T, *output_shape), and advance its states.
 
         channels_TC: inputs of the convolution. gates: inputs of the recurrence per token, such as dt, beta or decay.
-        Piecewise CUDA graphs capture decodes, not prompts.
+        In a step of piecewise CUDA graphs, decodes are captured and prompts run eagerly.
         """
         execution, context = step.execution, step.execution.state
         assert context.mamba is not None

@@ -84,7 +84,10 @@ class RopeTable:
         return torch.cat((cos, cos, -sin, sin), dim=-1).mul_(self.spec.attention_scaling).to(self._dtype)
 
     def _frequencies(self, length_P: Tensor) -> Tensor:
-        """Return radians per position, ([P,] rotary_dim / 2). length_P: length of the sequence up to each position."""
+        """Return radians per position, (P, rotary_dim / 2), or (rotary_dim / 2,) if they do not depend on the length.
+
+        length_P: length of the sequence up to each position.
+        """
         beyond = self.spec.beyond
         if beyond is None:
             return self._inv_freq

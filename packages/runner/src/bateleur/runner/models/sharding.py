@@ -202,7 +202,10 @@ def _delta(layer: DeltaLayer, ranks: Ranks) -> tuple[SingleLayer, Cuts]:
 
 
 def _feed_forward(layer: F, own: Range, axis: int) -> tuple[F, Cuts]:
-    """Return the layer with only the intermediate channels `own`, and its weight ranges. axis: that of matrix rows."""
+    """Return the layer with only the intermediate channels `own`, and its weight ranges.
+
+    axis: axis of the rows of a matrix, 0, or 1 if the weight has a matrix for each expert.
+    """
     rows = _stacked_rows([(own, layer.intermediate_size)] * (1 + layer.gated))
     cuts = _cuts(axis, up_proj=rows, up_bias=rows) | _cuts(axis + 1, down_proj=(own,))
     return replace(layer, intermediate_size=_size(own)), cuts

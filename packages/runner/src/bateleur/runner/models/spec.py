@@ -25,6 +25,7 @@ class AttentionLayer:
 
     `qk_norm_eps` and `qk_norm_whole` (over all heads of a token) describe norms of queries and keys. With the latter,
     a part has in `of_heads` the whole layer's query and key heads. `k_scales`, `v_scales`: for an FP8 KV cache.
+    `gated`: whether outputs are multiplied by the sigmoid of a gate. `sinks`: whether heads have attention sinks.
     """
 
     num_heads: int
@@ -100,7 +101,7 @@ class MlpLayer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterSpec:
-    """Describes how a token's experts and their weights follow from one logit per expert.
+    """Describes how a token's experts and their weights follow from one logit (plus a `bias`) per expert.
 
     softmax: choose the experts with the largest logits. sigmoid: choose the experts with the largest scores, optionally
     with a correction (`e_score_correction_bias`) added for the choice, and only out of the `top_groups` best groups.
@@ -278,6 +279,7 @@ class ModelSpec:
     Embeddings are multiplied by `embedding_multiplier` (rounded to the model's dtype if `rounds_multiplier`), branch
     outputs by `residual_multiplier`. Logits are divided by `logits_divisor`. `foreign_tokens`: placeholders of images,
     not supported. `exact_norms`: norms have float32 weights. `branches_per_layer`: entries of `layers` per model layer.
+    `max_position_embeddings`, `max_scaled_positions`: default and largest maximum length of a request (0: the default).
     """
 
     architecture: str

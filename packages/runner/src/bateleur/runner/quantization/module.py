@@ -49,7 +49,7 @@ class Module:
         return ValueError(f"{entry.name}: is {entry.dtype} {entry.shape}; {rule}")
 
     def damaged(self, part: str, found: str = "NaN") -> ValueError:
-        """Return the error for a tensor with numbers that no quantised weight has."""
+        """Return the error for a tensor with numbers that no quantised weight has. found: their name in the message."""
         return ValueError(f"{self[part].name}: holds {found}; the checkpoint is damaged")
 
     def sides(self, part: str) -> tuple[int, int]:

@@ -37,7 +37,10 @@ _CHUNK = 64
 
 
 def _gated_delta(fields: ConfigFields, norm_eps: float, *, allow_neg_eigval: bool = False) -> DeltaLayer:
-    """Read a gated delta net from the fields `linear_*`. norm_eps: epsilon of the output norm."""
+    """Read a gated delta net from the fields `linear_*`.
+
+    norm_eps: epsilon of the output norm. allow_neg_eigval: see `GatedDelta`.
+    """
     fields.choice("hidden_act", ("silu",))
     fields.divides("linear_num_key_heads", "linear_num_value_heads")
     state = GatedDelta(
@@ -127,7 +130,10 @@ def _qwen_names(spec: ModelSpec, sources: Mapping[str, str], *, packed: bool = F
 
 
 def _mtp_layers(fields: ConfigFields, spec: ModelSpec) -> tuple[tuple[Layer, ...], int]:
-    """Return the branches of the MTP head's one layer, those of the target's last attention layer, and their number."""
+    """Return the branches of the MTP head's only layer, and their number.
+
+    They equal the branches of the target's last attention layer.
+    """
     count, dedicated = fields.raw("mtp_num_hidden_layers"), fields.raw("mtp_use_dedicated_embeddings")
     if count not in (None, 1):
         refuse("mtp_num_hidden_layers", count, "1: a head of one layer, which is fed its own output")

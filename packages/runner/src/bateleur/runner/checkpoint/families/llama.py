@@ -68,9 +68,9 @@ def _smollm3(fields: ConfigFields) -> ModelSpec:
 
 
 def _alternating(fields: ConfigFields, **attention: Any) -> tuple[AttentionLayer, ...]:
-    """Return attention layers with norms of queries and keys, and separate rotary embeddings of full and windowed ones.
+    """Return attention layers with norms of queries and keys.
 
-    attention: arguments of `ConfigFields.attention`.
+    Full and windowed layers have different rotary embeddings. attention: arguments of `ConfigFields.attention`.
     """
     rope, windowed = (fields.rope(layer_type=kind) for kind in WINDOW_KINDS)
     full = fields.attention(rope=rope, qk_norm_eps=fields["rms_norm_eps"], **attention)

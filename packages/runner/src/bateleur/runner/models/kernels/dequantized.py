@@ -60,7 +60,8 @@ def of_columns(row_N, k, first, group_K,
 ):  # fmt: skip
     """Load the scales (or zeros) of a tile's rows for its columns k, which begin at `first`.
 
-    The result is (N, columns), (N, groups) or (N, 1); `by_column` broadcasts it to (N, K).
+    The result is (N, columns) for GROUP 0, (N, 1) if GROUP is a multiple of BLOCK_K, else (N, groups). `by_column`
+    broadcasts it to (N, K).
     row_N: pointers to the first of GROUPS scales of each row. GROUP: columns of a scale; 0: group_K has the index of
     each column's scale.
     """
@@ -92,9 +93,9 @@ def weight_tile(
 ):  # fmt: skip
     """Return a tile (N, K) of dequantised weights, float32, whose columns begin at `first`.
 
-    codes_N, scales_N, zeros_N: pointers to rows of `QuantizedMatrix`. factor_N1: row factors (F4). Constants: see
-    `quantized._constants`. Columns after the matrix's last have arbitrary finite values. Column k has scale group
-    (k + START) // WIDTH, or index[k] if INDEXED.
+    codes_N, scales_N, zeros_N: pointers to rows of `QuantizedMatrix`. factor_N1: row factors of NVFP4 (layout F4).
+    Constants: see `quantized._constants`. Columns after the matrix's last have arbitrary finite values.
+    Column k has scale group (k + START) // WIDTH, or index[k] if INDEXED.
     """
     k = first + tl.arange(0, BLOCK_K)
     if LAYOUT == "I4" or LAYOUT == "F4" or LAYOUT == "MX4":

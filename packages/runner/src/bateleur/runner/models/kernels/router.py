@@ -62,7 +62,7 @@ def route_kernel(
     SIGMOID: tl.constexpr, NORMALISED: tl.constexpr, CORRECTED: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Choose a token's TOP_K experts one after the other, and compute their weights from their logits.
+    """Choose a token's TOP_K experts one after the other; write their ids and weights, computed from the logits.
 
     GROUPS, TOP_GROUPS: number of groups of experts, and of chosen ones.
     Other arguments: see `models.router.route_tokens`. Grid (tokens,). Occupancy on sm_90: at least 28 blocks per SM.

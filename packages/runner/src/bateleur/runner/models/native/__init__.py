@@ -40,7 +40,10 @@ def narrowed(weight: Tensor) -> Tensor:
 
 
 def packed_bytes(rows: int, columns: int, dtype: torch.dtype, stored: torch.dtype) -> int | None:
-    """Return the bytes of a weight after `pack`; None if it can't be packed. stored: dtype that holds its numbers."""
+    """Return the bytes of a weight of `dtype` after `pack`; None if it can't be packed.
+
+    stored: dtype in the checkpoint; float32 weights whose numbers are stored in bfloat16 are packed in bfloat16.
+    """
     unpacked = (dtype == torch.bfloat16 and columns % 2) or not rows * columns
     if unpacked or (dtype, dtype) not in _NAMES or unavailable_reason() is not None:
         return None
@@ -109,7 +112,10 @@ _library = Library("bateleur", "FRAGMENT")
 
 
 def as_operator(form: F, fake: Callable[..., Tensor]) -> F:
-    """Return a C product (`form`) as an operator that graphs record. Else it is called directly. fake: for shapes."""
+    """Return a C product (`form`) as an operator that graphs record. CPU calls that record nothing run `form` directly.
+
+    fake: returns an empty result of the same shape, for tracing.
+    """
     return skip_dispatcher(define_op(_library, form, Implementations(form), mutates=(), fake=fake), form)
 
 
