@@ -113,7 +113,7 @@ def quantize_projections(
 
 
 def _common(found: list[tuple[WeightPart, TensorEntry]]) -> Scheme | None:
-    """Return the scheme of all experts in `found`; None if they differ, one is plain, or there are group tables (act order)."""
+    """Return the scheme of all experts in `found`; None if they differ, or one is plain or in act order."""
     first, *others = {_scheme(part, entry) for part, entry in found}
     return None if others or first is None or first.indexed else first
 

@@ -145,7 +145,7 @@ class HybridDecoder:
             projection.pack(recorded=recorded)
 
     def warm_up(self, num_tokens: int) -> None:
-        """Load kernels for steps of up to `num_tokens` tokens. Graph capture launches only those of smaller steps."""
+        """Load kernels for steps of up to `num_tokens` tokens, because graph capture launches only smaller steps."""
         for residual in self._residuals:
             residual.warm_up(num_tokens)
         self.output.warm_up(num_tokens)

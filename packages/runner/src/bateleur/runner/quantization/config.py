@@ -41,7 +41,10 @@ _FALLBACKS = (("hf_quant_config.json", "modelopt"), ("quantize_config.json", "gp
 
 
 def quantization_fields(path: Path, config: Mapping[str, Any]) -> tuple[Path, Mapping[str, Any]]:
-    """Return the file that describes the quantisation of the folder `path`, and its fields; {} if there is none."""
+    """Return the file that describes the quantisation of the folder `path`, and its fields; {} if there is none.
+
+    config: fields of config.json.
+    """
     file = path / "config.json"
     with errors_in(file):
         fields = _fields(config)
