@@ -70,7 +70,7 @@ class Mamba(Recurrent):
         self.out_proj = empty_projection(hidden, state.inner_size, like, bias=spec.proj_bias)
 
     def forward(self, x_TM: Tensor, step: LayerStep) -> Tensor:
-        """Return the branch's output (T, M), and advance the states of all requests. In x, decodes come before prompts."""
+        """Return the branch's output (T, M), and advance the states of all requests. Decodes precede prompts in x."""
         spec, first = self.spec, self.spec.norm == "norm first"
         gate_TI, xbc_TC, dt_TH = self.in_proj(x_TM, step.adapters).split_with_sizes(self._parts, -1)
         y_TI = self.mix(step, xbc_TC, dt_TH).flatten(1)
@@ -106,7 +106,7 @@ class Delta(Recurrent):
         self.out_proj = empty_projection(hidden, inner, like)
 
     def forward(self, x_TM: Tensor, step: LayerStep) -> Tensor:
-        """Return the branch's output (T, M), and advance the states of all requests. In x, decodes come before prompts."""
+        """Return the branch's output (T, M), and advance the states of all requests. Decodes precede prompts in x."""
         spec, state = self.spec, self.spec.state
         qkv_TC, gate_TI, b_TH, a = self.in_proj(x_TM, step.adapters).split_with_sizes(self._parts, -1)
         if spec.rank is not None:
@@ -130,7 +130,7 @@ class GatedConv(Recurrent):
         self.out_proj = empty_projection(like.shape[1], width, like, bias=spec.bias)
 
     def forward(self, x_TM: Tensor, step: LayerStep) -> Tensor:
-        """Return the branch's output (T, M), and advance all requests' conv windows. In x, decodes come before prompts."""
+        """Return the branch's output (T, M), and advance all requests' conv windows. Decodes precede prompts in x."""
         B_TM, C_TM, inner_TM = self.in_proj(x_TM, step.adapters).chunk(3, -1)
         y_TM = self.mix(step, B_TM * inner_TM)
         return self.out_proj(C_TM * y_TM, step.adapters)
