@@ -177,7 +177,7 @@ def cut(rows: int, columns: int) -> tuple[int, int]:
 def _constants(scheme: Scheme, columns: int, groups: int) -> dict[str, Any]:
     """Return the compile-time constants of `linear_kernel` and `grouped_kernel`.
 
-    LAYOUT, DIVIDES: fields of the scheme (INDEXED too, which callers add). DEPTH: columns of a matrix.
+    LAYOUT, DIVIDES: fields of the scheme; the caller of `linear_kernel` adds INDEXED. DEPTH: columns of a matrix.
     GROUPS: `groups`, the scale groups of a row. WIDTH, START: `group` and `start` of the
     scheme, or `columns` and 0 for one group. GROUP: a large number for one group; WIDTH if that is a multiple or a
     divisor of the kernels' block of columns, START is 0 and groups are not indexed; else 0.
