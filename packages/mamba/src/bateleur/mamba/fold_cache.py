@@ -105,7 +105,8 @@ class FoldCache:
         Raises:
             ValueError: sizes differ; a decode has more than 1 + K tokens; a row is invalid; a row would exceed
                 `max_model_len` (checked on a CPU only); `computed` of a prefill is not the number of tokens of its
-                request; or a prefill follows decodes, and the table has no slot for the tokens in its ring.
+                request; or a request in a prefill row has tokens in its ring from earlier decodes, and the table
+                has no slot for the state after them.
         """
         if not len(rows) == len(query_lens) == len(table) or not 0 <= num_decodes <= len(rows):
             raise ValueError(

@@ -18,6 +18,10 @@ class MambaMetadata:
     A decode row continues a state by 1 to 1 + K tokens (K drafts) and uses the update operators. A prefill row uses the
     varlen operators, whose token indices start at the first prefill token. Padded rows have no tokens. They count as
     decode rows if all real rows are decodes, otherwise as prefill rows.
+
+    `max_query_len` bounds the tokens of a decode row. `request_row` has the rows of the requests in
+    `RequestStates`. `piecewise_decodes` has the decode rows as a piecewise graph reads them: padded to the maximum
+    number of rows for this number of tokens.
     """
 
     num_decodes: int

@@ -19,7 +19,11 @@ States = tuple[Tensor, Tensor | None]
 
 @dataclass(frozen=True, slots=True)
 class MixerBatch:
-    """The rows (requests) of a step, split into decodes and prefills once for all layers."""
+    """The rows (requests) of a step, split into decodes and prefills once for all layers.
+
+    `decodes` is None without decode rows, `prefill_plan` without prefill rows. `request_conv_write` is the part of
+    `MambaMetadata.request_row` for the prefill rows.
+    """
 
     metadata: MambaMetadata
     decodes: MambaMetadata | None

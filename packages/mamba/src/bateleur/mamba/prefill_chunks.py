@@ -22,7 +22,7 @@ FLA_TILE = 64
 
 @dataclass(frozen=True, slots=True)
 class FlaTiles:
-    """Tiles and state slots for fla-core's kernels, in steps that keep only the last state of each request."""
+    """Tiles of tokens for fla-core's kernels, and a slot to write per request, in steps that keep only last states."""
 
     tiles: Tensor
     """(tiles, 2) int32: row, and index of the tile in the row."""
@@ -32,7 +32,10 @@ class FlaTiles:
 
 @dataclass(frozen=True, slots=True)
 class PrefillChunks:
-    """Chunks of the prefill rows (requests) of a step. Tokens, rows and chunks are counted from the first prefill."""
+    """Chunks of the prefill rows (requests) of a step. Tokens, rows and chunks are counted from the first prefill.
+
+    The tensors are arguments of `ops.ssd_scan_varlen`. `fla_tiles` is set if the kernels of fla-core scan this step.
+    """
 
     query_start_loc: Tensor
     """(Pf + 1,) int32."""

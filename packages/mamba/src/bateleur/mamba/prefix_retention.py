@@ -11,6 +11,9 @@ from bateleur.mamba.spec import CacheLayout, MambaCacheMode
 class PrefixRetention:
     """Selects the block boundaries whose states stay in the prefix cache. A boundary is kept if any rule selects it.
 
+    The rules: multiples of `every` tokens; the newest boundary (`last`); the last one from which the same prompt can
+    start (`prompt_end`); and 1, 2, 4, 8, ... blocks (`doubling`).
+
     Column c of a block table holds the state after (c + 1) * block_size tokens. The step that passes a boundary
     adds its state to the prefix cache. A boundary selected only by `last` is dropped when the request passes the next
     one.

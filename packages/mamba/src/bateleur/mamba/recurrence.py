@@ -50,7 +50,10 @@ class TensorSpec(NamedTuple):
 
 
 class FoldBatch(NamedTuple):
-    """Entries of rings (later inputs) to add to saved states, all (requests,) int64. `dst` 0 skips a request."""
+    """Entries of rings (later inputs) to add to saved states, all (requests,) int64; see `Recurrence.fold`.
+
+    The saved state is read from slot `src`, and the new one written to slot `dst`; `dst` 0 skips a request.
+    """
 
     ring_row: Tensor
     """Request row of the ring and of the request conv window."""

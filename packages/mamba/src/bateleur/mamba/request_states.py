@@ -17,7 +17,11 @@ OnHost = Sequence[int] | NDArray[np.integer[Any]] | Tensor
 
 @dataclass(frozen=True, slots=True)
 class RowStates:
-    """The values that planners carry between steps, for the requests of one batch, each (R,) int64."""
+    """The values that planners carry between steps, for the requests of one batch, each (R,) int64.
+
+    They are the accepted tokens of the previous step, the first block-table column that it wrote (state policy SLOTS),
+    and the tokens in the saved state (FOLD).
+    """
 
     accepted: Tensor
     """Accepted tokens of the request's previous step, in [1, 1 + K]; 1 if there was none."""

@@ -46,6 +46,8 @@ class CacheLayout:
     of its last token. The table therefore has K columns after the last block. `plan_copy` then copies the state of a
     crossed boundary to its own column. In mode NONE the columns are 0 to K. FOLD has no additional columns.
 
+    `steps_ahead`: steps that the scheduler plans before the results of earlier steps are known.
+
     Raises:
         ValueError: `block_size` differs from `max_model_len` in mode NONE, or is below 1 + K in the other modes (a step
             must cross at most one boundary); `ring_capacity` is below 1 + 2 K under FOLD; a mode or policy is not a

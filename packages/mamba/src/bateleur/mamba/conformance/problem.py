@@ -38,7 +38,7 @@ class Tokens:
         return (self.channels, *self.gates)
 
     def of(self, index: Tensor, placeholder: int = 0) -> Tokens:
-        """Return the tokens `index` and then `placeholder` tokens of NaN, as strided views of one projection."""
+        """Return the tokens `index`, then `placeholder` tokens of NaN; all are strided views of one wide tensor."""
         count, device = len(index), self.channels.device
         parts = [each.flatten(1) for each in self.tensors]
         dtype, sizes = self.channels.dtype, [part.shape[1] for part in parts]
@@ -65,7 +65,7 @@ class RecurrenceCase:
         """Number of tokens whose output was compared."""
 
     def draw(self, spec: TensorSpec, *front: int, least: torch.dtype | None = None) -> Tensor:
-        """Return random values (*front, *shape) with the sign of `spec`, in the wider of its dtype and `least`."""
+        """Return random values (*front, *spec.shape) with `spec.sign`, in the wider of `spec.dtype` and `least`."""
         dtype = spec.dtype if least is None else torch.promote_types(spec.dtype, least)
         return spec.random((*front, *spec.shape), self.generator).to(self.device, dtype)
 
@@ -98,7 +98,7 @@ class RecurrenceCase:
     def run(
         self, params: Tensors, tokens: Tokens, index: Sequence[int], state: Tensor
     ) -> tuple[list[Tensor], list[Tensor]]:
-        """Run `step` over the tokens `index`; return their outputs, and the states before and after each."""
+        """Run `step` over the tokens `index`; return their outputs, and a list of `state` and the state after each."""
         of_layer = tuple(each.double().cpu() for each in params)
         outputs, states = [], [state]
         for t in index:

@@ -189,7 +189,7 @@ class _Run:
                 self._check_page(request, n, slot, first, what)
 
     def _check_page(self, request: _Request, n: int, slot: int, first: int, what: str) -> None:
-        """Check conv window and states in `slot`, the saved state of a request after a fold of `n` ring entries.
+        """Check the conv window and states that a fold of `n` ring entries wrote to `slot`, and update `request`.
 
         first: first copied entry of the request conv window. what: name of the fold in an error.
         """

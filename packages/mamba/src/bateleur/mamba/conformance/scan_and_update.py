@@ -109,7 +109,10 @@ def _update(
 def decode_rows(
     lens: list[int], longest: int, plan: SlotPlan | ReplayPlan, device: str, request_row: Tensor | None = None
 ) -> MambaMetadata:
-    """Return the metadata of a step of decodes with `lens` tokens each; longest: `MambaMetadata.max_query_len`."""
+    """Return the metadata of a step of decodes with `lens` tokens each.
+
+    longest, request_row: the fields `max_query_len` and `request_row` of the result.
+    """
     loc = torch.tensor(np.add.accumulate([0, *lens]), dtype=torch.int32, device=device)
     split = (len(lens), sum(lens), 0)
     return MambaMetadata(*split, plan, loc, PrefillChunks.empty(device), 1, longest, request_row)

@@ -48,7 +48,7 @@ def unit(x: Tensor, heads: int) -> Tensor:
 def gates(
     a: Tensor, b: Tensor, A: Tensor, dt_bias: Tensor, beta_scale: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Return log decays (T, H, 1 or Dk) and beta (T, H, 1) in `dtype`, from the raw a and b."""
+    """Return log decays A softplus(a + dt_bias), (T, H, 1 or Dk), and beta_scale sigmoid(b), (T, H, 1), in `dtype`."""
     g = F.softplus(a.to(dtype) + dt_bias)
     g = (g * A).unsqueeze(2) if a.dim() == 2 else g * A[:, None]
     return g, b.to(dtype).sigmoid().unsqueeze(2) * beta_scale
@@ -57,7 +57,7 @@ def gates(
 def _inputs(
     q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, A: Tensor, dt_bias: Tensor, beta_scale: float
 ) -> tuple[Tensor, ...]:
-    """Return normalized k and q (T, H, 2, Dk), v, g and beta, in the dtype to compute in; q is scaled by Dk ** -0.5."""
+    """Return normalized k and q (T, H, 2, Dk), v, log decays, beta, in the compute dtype; q is scaled by Dk ** -0.5."""
     dtype = compute_dtype(v)
     kq = unit(torch.stack((k, q), 1).to(dtype), v.shape[1])
     kq[:, 1].mul_(q.shape[2] ** -0.5)
@@ -191,7 +191,7 @@ def _update_states(state: Tensor, read: Tensor, write: Tensor, decay: Tensor, u:
 
 
 def _probes(kq: Tensor, g: Tensor) -> Tensor:
-    """Return the key and the query of each of M tokens, decayed from the start of the step, (R, H, 2 M, Dk)."""
+    """Return key and query of each of M tokens, (R, H, 2 M, Dk), times the decays up to that token. g: log decays."""
     return (kq * g.cumsum(2).exp_().unsqueeze(3)).flatten(2, 3)
 
 
@@ -258,9 +258,9 @@ def delta_replay_update(
 def _entries(
     rings: Sequence[Tensor], row: Tensor, start: Tensor, count: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return keys, decayed by later entries, (R, H, L, Dk), values (R, H, L, Dv), and the decay of the saved state.
+    """Return keys (R, H, L, Dk) times the decays of later entries, values (R, H, L, Dv), and the product of all decays.
 
-    Arguments as in `ring_entries`.
+    The product, (R, H, 1, 1 or Dk), is the factor of the saved state. Arguments as in `ring_entries`.
     """
     k, u, g = ring_entries(rings, row, start, count, dtype)
     g = g if g.dim() == 4 else g.unsqueeze(3)

@@ -58,7 +58,7 @@ class SlotPlan(Plan):
     """State slots that each request of a step reads and writes, state policy SLOTS (a slot per draft); all int64.
 
     Slot 0 is null: reading it gives a zero state, and a write to it is dropped. All fields of a row without tokens are
-    0.
+    0. Fields are (R,), but `ssm_write` is (R, 1 + K): a slot per token. `run_col` is the column of `conv_write`.
     """
 
     ssm_read: Tensor
@@ -104,7 +104,8 @@ class CopyPlan(RowPlan):
 class ReplayPlan(RowPlan):
     """Slot of the saved state, and ring of later inputs, of each request; all (R,) int64. State policy FOLD.
 
-    All fields but `fold_slot` are 0 in rows without tokens. A prefill reads `slot` and no ring.
+    All fields but `fold_slot` are 0 in rows without tokens. A prefill reads `slot` and no ring. `fold_slot` is
+    the slot that a fold after the step would write, `conv_offset` the first entry of the initial conv window.
     """
 
     slot: Tensor
@@ -123,7 +124,8 @@ class ReplayPlan(RowPlan):
 class FoldPlan(RowPlan):
     """Entries of rings (later inputs) to add to saved states, and values for the next step; all (R,) int64.
 
-    State policy FOLD. All fields are 0 in rows without tokens.
+    State policy FOLD. `dst`, `count` and `page_offset` are arguments of `fold_ring`, `base` and `accepted` of the next
+    `plan_replay`. All fields are 0 in rows without tokens.
     """
 
     dst: Tensor

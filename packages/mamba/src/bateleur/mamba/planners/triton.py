@@ -161,6 +161,7 @@ def replay_plan_kernel(
 ):  # fmt: skip
     """Compute the saved state, ring and conv window that decodes start from, state policy FOLD. Grid (tiles of rows).
 
+    Reads table, computed, lens, base and accepted; writes the fields of a `ReplayPlan`, see `fold.plan_replay`.
     Occupancy on sm_90: at least 16 blocks per SM.
     """
     row_R = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -196,6 +197,8 @@ def fold_plan_kernel(
 ):  # fmt: skip
     """Compute which entries of the rings of later inputs are added to saved states. Grid (tiles of rows).
 
+    Reads computed, lens, accepted, flush, scanned, and fold_slot, start and length of the `ReplayPlan`. Writes the
+    fields of a `FoldPlan` (kept is its `accepted`), see `fold.plan_fold`.
     Occupancy on sm_90: at least 16 blocks per SM. MOST_KEPT: maximum number of ring entries before a step.
     """
     row_R = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)

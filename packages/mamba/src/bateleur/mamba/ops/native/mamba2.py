@@ -48,7 +48,7 @@ def takes_layer(
 
 
 def inputs_of(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, dt_bias: Tensor) -> tuple[int, ...]:
-    """Return the inputs and parameters of a layer as arguments of a C function."""
+    """Return the addresses (and token strides) of a layer's inputs and parameters, as arguments of a C function."""
     return (
         x.data_ptr(), x.stride(0), dt.data_ptr(), dt.stride(0), A.data_ptr(), B.data_ptr(), B.stride(0), C.data_ptr(),
         C.stride(0), D.data_ptr(), dt_bias.data_ptr(),

@@ -71,6 +71,7 @@ def conv_update_kernel(
 ):  # fmt: skip
     """Convolve the tokens of each decode, and write the conv window after them.
 
+    Pointers: arguments of `ops.causal_conv1d_update` (starts: `query_start_loc`). Writes y and conv.
     Grid (tiles of channels, requests + 1): the last programs zero the tokens of no request.
     Occupancy on sm_90: at least 7 blocks per SM.
     """
@@ -147,6 +148,7 @@ def conv_kernel(
 ):  # fmt: skip
     """Convolve the tokens of all prefills, and keep copies of their initial windows.
 
+    Reads x, weight, bias, conv, starts (`query_start_loc`) and read; writes the outputs y and the window copies kept.
     Grid (requests + tiles of tokens, tiles of channels): the first programs copy windows, the others compute.
     Occupancy on sm_90: at least 3 blocks per SM.
     """
@@ -190,6 +192,7 @@ def window_kernel(
 ):  # fmt: skip
     """Write the conv window (last inputs) after each chunk and each request to its slot.
 
+    Reads x, the window copies kept, and the indices; writes conv (slots of chunks) and window (`request_conv`).
     Grid (chunks + requests with own conv window, tiles of channels). Occupancy on sm_90: at least 16 blocks per SM.
     """
     unit = tl.program_id(0)

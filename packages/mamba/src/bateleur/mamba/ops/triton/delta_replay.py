@@ -66,6 +66,7 @@ def replay_kernel(
 ):  # fmt: skip
     """Compute the outputs of each decode from its saved state and ring, and append its tokens to the ring.
 
+    Pointers: arguments of `ops.delta_replay_update` (starts: `query_start_loc`). Writes o and the rings.
     Grid (heads x tiles of values, requests + 1): the last programs zero the tokens of no request.
     Occupancy on sm_90: at least 8 blocks per SM.
     """

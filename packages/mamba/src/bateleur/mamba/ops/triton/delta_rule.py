@@ -140,7 +140,7 @@ def shape_options(q: Tensor, v: Tensor, a: Tensor) -> dict[str, int]:
 
 @cache
 def block_options(key_dim: int, decays: int, *, least: int = 16, most: int = 1 << 20) -> dict[str, Any]:
-    """Return the kernels' constants BLOCK_K, channels of a key tile, in [least, most], and BLOCK_D, its decays.
+    """Return the kernels' constants BLOCK_K, channels of a key tile, in [least, most], and BLOCK_D, decays of the tile.
 
     decays: decays of a head: 1, or one per key channel. least: 16 for matrix products.
     """
@@ -165,6 +165,7 @@ def update_kernel(
 ):  # fmt: skip
     """Run the recurrence over the tokens of each decode, and write the state after each token to its state slot.
 
+    Pointers: arguments of `ops.delta_state_update` (starts: `query_start_loc`). Writes o and state.
     Grid (heads x tiles of values, requests + 1): the last programs zero the tokens of no request.
     Occupancy on sm_90: at least 7 blocks per SM.
     """
@@ -235,7 +236,7 @@ def _fold_head(
 ):  # fmt: skip
     """Update the state of one head of one request with ``count`` ring entries from entry ``start`` on.
 
-    The ring pointers point to the request's ring.
+    Reads the state in slot ``src`` and writes it to slot ``dst``. The ring pointers point to the request's ring.
     """
     j, k, d = tl.arange(0, BLOCK_J), tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_D)
     real_J, real_K = j < count, k < KEY_DIM
@@ -269,6 +270,7 @@ def fold_kernel(
 ):  # fmt: skip
     """Add ring entries to saved states, and copy the conv windows: S <- decay S + sum_j decay_j u_j k_j^T.
 
+    Pointers: arguments of `ops.delta_fold_ring` (window: `request_conv`). Writes state and conv.
     Grid (heads + tiles of conv channels, groups of requests, layers). Occupancy on sm_90: at least 2 blocks per SM.
     """
     part, layer = tl.program_id(0), tl.program_id(2).to(tl.int64)

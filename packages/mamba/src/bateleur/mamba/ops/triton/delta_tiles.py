@@ -118,9 +118,11 @@ def join_kernel(
 ):  # fmt: skip
     """Join the inverses of tiles of 16 tokens to the inverse T of a tile of 64, with the weights P of its queries.
 
-    Grid (chunks x tiles of tokens, heads). Stores rows of T and of P T, split into bfloat16 parts. ``scale`` has
-    the two factors of each token that normalize its key and query. They are replaced by four: both times the decay from
-    the start of the tile, the key's times the decay to the end of the tile, and the decay of the tile.
+    Grid (chunks x tiles of tokens, heads). Reads q, k, chunk_starts and the results of `pairs_kernel`
+    (block_inverse and block_query: its inverse and query). Writes rows of T to inverse and of P T to query, split into
+    bfloat16 parts. ``scale`` has the two factors of each token that normalize its key and query. They are replaced by
+    four: both times the decay from the start of the tile, the key's times the decay to the end of the tile, and the
+    decay of the tile.
     Occupancy on sm_90: at least 2 blocks per SM.
     """
     chunk, head = tl.program_id(0) // TILES, tl.program_id(1)
@@ -193,6 +195,7 @@ def walk_tiles_kernel(
 ):  # fmt: skip
     """Run the tiles of each request in order: compute outputs, and write the state after each chunk to its slot.
 
+    Reads scale to query (from `join_kernel`) and arguments of `ops.delta_scan_varlen`; writes o and state.
     Grid (heads x tiles of values, requests + 1): the last programs zero the tokens of no request.
     The strides of tokens are constants, so that the addresses of a tile need one register.
     Occupancy on sm_90: at least 1 block per SM.

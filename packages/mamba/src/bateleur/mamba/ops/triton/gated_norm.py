@@ -17,7 +17,8 @@ def norm_kernel(
 ):  # fmt: skip
     """Compute the RMS norm of x * act(z) over each group of SIZE channels, times weight. Grid (tokens, groups).
 
-    Occupancy on sm_90: at least 3 blocks per SM. SHARED: one weight for all groups.
+    Reads x, z and weight; writes y. NORM_FIRST: as in `ops.gated_rms_norm`. SIGMOID: act is the sigmoid, else SiLU.
+    SHARED: one weight for all groups. Occupancy on sm_90: at least 3 blocks per SM.
     """
     token, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
     lane = tl.arange(0, BLOCK)

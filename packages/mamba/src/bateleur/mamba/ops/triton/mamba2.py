@@ -47,6 +47,7 @@ def update_kernel(
 ):  # fmt: skip
     """Run the recurrence over the tokens of each decode, and write the state after each token to its state slot.
 
+    Pointers: arguments of `ops.selective_state_update` (starts: `query_start_loc`). Writes y and state.
     Grid (heads x tiles of channels, requests + 1): the last programs zero the tokens of no request.
     Occupancy on sm_90: at least 8 blocks per SM.
     """
@@ -109,7 +110,7 @@ def selective_state_update(
 
 @triton.jit
 def _entries(old_ptr_L, new_ptr_L, place_J, token_J, old_J, new_J, real_L):
-    """Load a matrix (J, L) float32: ring entries (rows ``old_J``), then new tokens (rows ``new_J``), then zeros.
+    """Load a matrix (J, L) float32: ring entries where mask ``old_J``, new tokens where mask ``new_J``, else zeros.
 
     ``old_ptr_L + place_J`` and ``new_ptr_L + token_J`` are the addresses of their L numbers, masked by ``real_L``.
     """
@@ -158,6 +159,7 @@ def replay_kernel(
 ):  # fmt: skip
     """Compute the outputs of each decode from its saved state and ring, and append its tokens to the ring.
 
+    Pointers: arguments of `ops.replay_update` (starts: `query_start_loc`). Writes y and the rings.
     Grid (heads x tiles of channels, requests + 1): the last programs zero the tokens of no request.
     Occupancy on sm_90: at least 2 blocks per SM.
     """
@@ -284,6 +286,7 @@ def fold_kernel(
 ):  # fmt: skip
     """Add ring entries to saved states, and copy the conv windows: S <- decay S + sum_j decay_j dt_j x_j B_j^T.
 
+    Pointers: arguments of `ops.fold_ring` (window: `request_conv`). Writes state and conv.
     Grid (heads + tiles of conv channels, groups of requests, layers). Occupancy on sm_90: at least 2 blocks per SM.
     """
     part, layer = tl.program_id(0), tl.program_id(2).to(tl.int64)

@@ -34,6 +34,7 @@ def steps_kernel(
 ):  # fmt: skip
     """Compute step sizes clamp(softplus(dt + bias)) and running sums of A * step in each chunk, (heads, tokens) each.
 
+    Reads dt, A, bias and chunk_starts; writes step and sum.
     Grid (chunks, tiles of heads). Occupancy on sm_90: at least 7 blocks per SM.
     """
     first = tl.load(chunk_starts_ptr + tl.program_id(0))
@@ -59,6 +60,7 @@ def adds_kernel(
 ):  # fmt: skip
     """Compute the contribution of each chunk's tokens to the state, (chunks, *state shape) in float32.
 
+    Reads x, B, chunk_starts, and step and sum of `steps_kernel`; writes added.
     Grid (heads x tiles of channels, chunks). Weighted bfloat16 values are split into two parts, so that states keep
     float32 precision. Occupancy on sm_90: at least 3 blocks per SM.
     """
@@ -100,6 +102,8 @@ def passes_kernel(
 ):  # fmt: skip
     """Compute the state before each chunk, and write the state after a chunk to its slot: S <- decay S + contribution.
 
+    Reads state (slots `read`), added (`adds_kernel`) and sum (`steps_kernel`). Writes the states before chunks to
+    entering, and those after chunks to state (slots `chunk_write`).
     Grid (tiles of a state, heads, requests); SIZE: elements of a head's state.
     Occupancy on sm_90: at least 25 blocks per SM.
     """
@@ -133,7 +137,11 @@ def _own_tokens(
     y_MP, C_MN, sum_M, m, x_P, B_N, step_ptr, sum_ptr, first, length, x_token, B_token, real_P, real_N,
     BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Return the outputs ``y_MP`` plus the contributions of the chunk's tokens up to each of the queries ``m``."""
+    """Return the outputs ``y_MP`` plus the contributions of the chunk's tokens up to each of the queries ``m``.
+
+    ``sum_M``: running sums of A * step at the queries. ``x_P``, ``B_N``: pointers by channel to token 0. ``first``,
+    ``length``: first token and number of tokens of the chunk. ``step_ptr``, ``sum_ptr``: from `steps_kernel`.
+    """
     for begin in range(0, tl.minimum(length, tl.max(m, 0) + 1), BLOCK_K):
         k = begin + tl.arange(0, BLOCK_K)
         real_K, token_K = k < length, (first + k).to(tl.int64)
@@ -159,6 +167,7 @@ def outputs_kernel(
 ):  # fmt: skip
     """Compute the outputs of each chunk, from the state before it and its tokens, plus D x.
 
+    Reads x, B, C, D, indices, step and sum (`steps_kernel`), and entering (`passes_kernel`); writes y.
     Grid (heads x tiles of queries, chunks + 1): the last programs zero the tokens of no request.
     Occupancy on sm_90: at least 1 block per SM.
     """

@@ -32,6 +32,7 @@ def copy_kernel(
 ):  # fmt: skip
     """Copy conv windows and SSM states between state slots.
 
+    Pointers: arguments of `ops.copy_states` (bias: `conv_bias`). Reads and writes conv and ssm.
     Grid (parts of the state + tiles of conv channels, groups of requests, layers).
     Occupancy on sm_90: at least 9 blocks per SM.
     """
@@ -88,6 +89,7 @@ def window_kernel(
 ):  # fmt: skip
     """Copy conv windows of running requests to state slots. Grid (tiles of conv channels, groups of requests, layers).
 
+    Reads window (`request_conv`) and the indices of `ops.fold_window` (offset: `page_offset`); writes conv.
     Occupancy on sm_90: at least 16 blocks per SM.
     """
     tile, layer = tl.program_id(0), tl.program_id(2).to(tl.int64)

@@ -158,8 +158,8 @@ def precision(dtype: torch.dtype, *, state: bool = False) -> str:
 
 @cache
 def state_tile(head_dim: int, entries: int) -> int:
-    """Return the head channels of a tile: the largest power of two in [16, `entries`] that pads `head_dim` by at most a
-    quarter.
+    """Return the number of head channels of a tile, at most `entries`: the largest power of two from 16 on that pads
+    `head_dim` by at most a quarter, or 16.
     """
     rows = max(16, min(entries, next_power_of_2(head_dim)))
     while rows > 16 and -(-head_dim // rows) * rows * 4 > head_dim * 5:
