@@ -22,7 +22,10 @@ FLA_TILE = 64
 
 @dataclass(frozen=True, slots=True)
 class FlaTiles:
-    """Tiles of tokens for fla-core's kernels, and a slot to write per request, in steps that keep only last states."""
+    """Tiles (row, index in the row) for fla-core's kernels, and a slot for the last state of each request.
+
+    Used in steps that keep only the last state of each request.
+    """
 
     tiles: Tensor
     """(tiles, 2) int32: row, and index of the tile in the row."""

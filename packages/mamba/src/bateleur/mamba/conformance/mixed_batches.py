@@ -119,7 +119,7 @@ def _batch(
 
 
 class _SlotCache:
-    """`FoldCache` for one layer with the state policy SLOTS (a state slot for each token of a step)."""
+    """Counterpart of `FoldCache` for one layer and the state policy SLOTS (a state slot for each token of a step)."""
 
     def __init__(
         self, layout: CacheLayout, mixers: Sequence[Mixer], *, num_slots: int, num_rows: int, chunk_size: int,

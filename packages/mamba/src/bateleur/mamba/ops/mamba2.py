@@ -153,7 +153,7 @@ def replay_update(
 
 
 def _fold(state: Tensor, rings: Sequence[Tensor], A: Tensor, row: Tensor, start: Tensor, count: Tensor) -> None:
-    """Update the states (R, H, P, N) with the first `count` entries of the rings in rows `row`."""
+    """Update the states (R, H, P, N) with `count` entries of the rings in rows `row`, from entry `start` % L on."""
     x, step, B = ring_entries(rings, row, start, count, state.dtype)
     g, B = step * A, B.repeat_interleave(x.shape[2] // B.shape[2], 2)
     u = x * (decays_after(g) * step)[..., None]

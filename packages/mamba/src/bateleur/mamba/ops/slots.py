@@ -71,7 +71,7 @@ def unpad(y: Tensor, targets: Tensor, like: Tensor) -> Tensor:
 def ring_entries(
     rings: Sequence[Tensor], row: Tensor, start: Tensor, count: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor, ...]:
-    """Return the first `count` (R,) entries of the rings in rows `row`, oldest first, (R, L, ...); then zeros."""
+    """Return `count` (R,) entries of the rings in rows `row`, oldest (`start` % L) first, (R, L, ...); then zeros."""
     capacity = rings[0].shape[1]
     longest = max(0, int(count.max())) if count.device.type == "cpu" else capacity
     entry = torch.arange(longest, device=row.device)

@@ -74,10 +74,11 @@ def pairs_kernel(
 ):  # fmt: skip
     """Compute the products of keys and queries with the keys of their tile, and the inverse of the triangular system.
 
-    Grid (chunks x tiles of tokens, heads). Reads q to chunk_starts. Writes for each head and token: to sum and rest,
-    the sums of log decays up to the token and after it in the tile, (D,) each; to inverse and query, a row (T,) of the
-    inverse times beta, and of the weights of queries; to scale, the factors that normalize key and query. Every sum of
-    log decays is added up from its own tokens, because a difference of sums would lose digits after a strong decay.
+    Grid (chunks x tiles of tokens, heads). Reads pointers q to chunk_starts. Writes for each head and token: to
+    sum and rest, the sums of log decays up to the token and after it in the tile, (D,) each; to inverse and query, a
+    row (T,) of the inverse times beta, and of the weights of queries; to scale, the factors that normalize key and
+    query. Every sum of log decays is added up from its own tokens, because a difference of sums would lose digits after
+    a strong decay.
     Occupancy on sm_90: at least 3 blocks per SM.
     """
     chunk, head = tl.program_id(0) // TILES, tl.program_id(1)
@@ -141,7 +142,7 @@ def walk_kernel(
 ):  # fmt: skip
     """Run the tiles of each request in order: compute outputs, and write the state after each chunk to its slot.
 
-    Reads sum to query (from `pairs_kernel`) and arguments of `ops.delta_scan_varlen`; writes o and state.
+    Reads pointers sum to query (from `pairs_kernel`) and arguments of `ops.delta_scan_varlen`; writes o and state.
     Grid (heads x tiles of values, requests + 1): the last programs zero the tokens of no request.
     Occupancy on sm_90: at least 1 block per SM.
     """

@@ -195,7 +195,7 @@ def walk_tiles_kernel(
 ):  # fmt: skip
     """Run the tiles of each request in order: compute outputs, and write the state after each chunk to its slot.
 
-    Reads scale to query (from `join_kernel`) and arguments of `ops.delta_scan_varlen`; writes o and state.
+    Reads pointers scale to query (from `join_kernel`) and arguments of `ops.delta_scan_varlen`; writes o and state.
     Grid (heads x tiles of values, requests + 1): the last programs zero the tokens of no request.
     The strides of tokens are constants, so that the addresses of a tile need one register.
     Occupancy on sm_90: at least 1 block per SM.
