@@ -82,7 +82,11 @@ class RequestHistograms:
 
 @dataclass(slots=True)
 class OffloadStats:
-    """Totals of KV offload since the engine started: sizes, hits, copies between device, host, disk; failures."""
+    """Totals of KV offload since the engine started: sizes, hits, copied bytes, failures.
+
+    stored_bytes, loaded_bytes: from the device to host memory, and back. written_bytes, read_bytes: from host memory to
+    disk, and back.
+    """
 
     host_bytes: int = 0
     """Size of the host memory tier."""

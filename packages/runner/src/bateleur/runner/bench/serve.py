@@ -93,8 +93,9 @@ class CompletionClient:
 def bench_serve(
     model: Path, config: ServeBenchConfig, options: dict[str, Any], report: Callable[[str], None], command: str
 ) -> dict[str, Any]:
-    """Measure one or two servers at every request rate. Raises Unmeasured if a server does not answer.
+    """Measure one or two servers at every request rate; return the JSON object of the results.
 
+    Raises Unmeasured if a server does not answer.
     options: options of `LLM` for servers that are started. report: called with progress messages. command: the command
     line, for the result.
     """
@@ -130,7 +131,10 @@ def bench_serve(
 
 
 class Workload:
-    """Requests with random arrival times. Equal seeds give equal requests."""
+    """Sends requests of random tokens, or conversations, at random times, as the options `config` of `bench serve` say.
+
+    Equal seeds give equal requests.
+    """
 
     def __init__(self, model: Path, config: ServeBenchConfig) -> None:
         self.config = config
@@ -140,7 +144,8 @@ class Workload:
         self._ids = (5, size - 8) if size > 32 else (1, max(2, size))
 
     def run(self, server: ServerProcess, rate: float, seed: int, count: int | None = None) -> dict[str, Any]:
-        """Run one round of `count` requests. Returns results, output token ids and number of cached prompt tokens.
+        """Run one round of `count` requests. Returns a dict: `figures` (output tokens per second, and percentiles of
+        latencies in ms), `ids` (output token ids by request) and `cached` (number of cached prompt tokens).
 
         rate: mean requests per second. count: None for `num_prompts` of the options.
         """

@@ -82,7 +82,8 @@ class Explanation:
 
     kind: kind of the draft head. conventions: the declared one first; drafts are sampled at temperature 0.8.
     vocabulary_share: share of the target's tokens in the draft vocabulary, an upper bound of acceptance rates. causes:
-    some of bookkeeping, features, norm, vocabulary and rollout, most likely first. conclusions: sentences for the user.
+    some of bookkeeping (an error of the engine), features, norm, vocabulary and rollout (the head was trained on the
+    target's features only), most likely first. conclusions: sentences for the user.
     """
 
     draft: str

@@ -28,11 +28,11 @@ from bateleur.runner.utils.device import resolve_device
 class GraphFacts:
     """The CUDA graphs of an engine (forward pass, sampling, draft proposal), and the batches that run in them.
 
-    notes: remarks for the user. decode: coverage of 1, 2, ... decoding requests, without drafts, then for each number
-    of drafts that all of them may have. prompts: coverage of one prefill with 1, 2, ... tokens; its ranges count
-    tokens. ends: graphs that sample or verify after a decode step. proposals: graphs in which a draft head proposes
-    after a decode step. nbytes: approximate bytes of memory that all graphs share, without the memory that the driver
-    keeps for each.
+    notes: remarks for the user. decode: coverage of 1, 2, ... decoding requests: one entry without drafts, and one for
+    each number of drafts per request that graphs are planned for. prompts: coverage of one prefill with 1, 2, ...
+    tokens; its ranges count tokens. ends: graphs that sample or verify after a decode step. proposals: graphs in which
+    a draft head proposes after a decode step. nbytes: approximate bytes of memory that all graphs share, without the
+    memory that the driver keeps for each.
     """
 
     plan: CudagraphDispatcher

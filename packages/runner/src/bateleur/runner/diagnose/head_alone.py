@@ -151,7 +151,7 @@ class DraftsByPosition(NamedTuple):
     """Results of K drafts at each of P output positions of a text; (P, K) each. Drafts follow the text's own tokens.
 
     right: whether the most likely draft is the text's token. overlap: sum of min(p, q) over the probabilities of target
-    and draft, with which a sampled draft is accepted. known: whether the text has a token there that is not its last.
+    and draft, with which a sampled draft is accepted. known: whether a draft's position is before the text's last one.
     """
 
     right: Tensor

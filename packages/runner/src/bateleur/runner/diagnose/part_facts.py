@@ -37,7 +37,10 @@ class PartFacts:
 
 
 def layer_of(spec: ModelSpec, name: str) -> SingleLayer | None:
-    """Return the layer of a weight; None outside of layers. A norm before several branches belongs to the first one."""
+    """Return the layer (of a parallel layer, the part) of the weight `name`; None outside of layers.
+
+    The norm in front of a parallel layer belongs to its first part.
+    """
     where = name.split(".")
     if where[0] != "layers":
         return None

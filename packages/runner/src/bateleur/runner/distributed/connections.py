@@ -20,7 +20,7 @@ _NUM_FRAMES = 4  # innermost frames in a status
 
 
 class StartPhase(Enum):
-    """Status message of a rank that starts."""
+    """Status message of a starting rank: the process runs, or the model is loaded."""
 
     STARTED = "runs, and can join the process group"
     READY = "has loaded the model, and waits for messages"
@@ -43,7 +43,11 @@ class RankFault:
 
 @dataclass(frozen=True, slots=True)
 class RankStatus:
-    """Reply to a status request: what a rank is doing now. frame: where its thread is in the code."""
+    """Reply to a status request: what a rank is doing now.
+
+    num_messages: engine messages received so far. idle: whether it waits for the next one. frame: where its thread is
+    in the code.
+    """
 
     num_messages: int  # engine messages that it has received
     idle: bool  # waits for the next one
@@ -53,7 +57,10 @@ class RankStatus:
 
 @dataclass(frozen=True, slots=True)
 class RankConnection:
-    """The two connections between the first rank and another one. Both break when either process ends."""
+    """The two connections between the first rank and another one. Both break when either process ends.
+
+    messages: engine messages and their replies. status: messages of the threads that monitor the ranks.
+    """
 
     messages: Connection  # engine messages in order, and their replies
     status: Connection  # between the threads that monitor the ranks

@@ -43,7 +43,10 @@ Read = tuple[int, PrefixRefused | None]  # number of files read, and the error o
 
 
 class _Rows(NamedTuple):
-    """Rows of host memory for KV blocks or states of one file. wanted: indices of `keys` among those of the file."""
+    """Rows of host memory for KV blocks, or for the state, of one file.
+
+    level: host memory of blocks or of states. wanted: indices of `keys` among all blocks (or states) of the file.
+    """
 
     level: OffloadedRows
     wanted: list[int]  # indices of the keys among the span's blocks, or [0] for its state
@@ -96,10 +99,10 @@ class DiskTier:
     def save(self, keys: PrefixKeys, ids: NDArray[np.int32], num_tokens: int, prompt_len: int) -> None:
         """Queue files with the caches of the first `num_tokens` tokens of an ended request, as far as memory allows.
 
-        There is a file for each full segment of blocks, and one that ends at each state in host memory. For models
-        without states, files end at two other positions: at the end of the request, and at the last position from which
-        the same prompt could start again.
-        ids: token ids, which must not be written to any more.
+        There is a file for each full segment (16 blocks), and one that ends at each state on the device or in host
+        memory. For models without states, files end at two other positions: at the end of the request, and at the last
+        position from which the same prompt could start again.
+        ids: token ids, which must not be written to any more. keys: their prefix-cache keys.
         """
         chain = PrefixSpans(self._cache, keys, ids, num_tokens)
         spans = list(chain.segments())
@@ -166,7 +169,11 @@ class DiskTier:
                 self._warn_once("unwritable", f"a prefix could not be written: {error}")
 
     def fetch(self, request: Request, keys: PrefixKeys, ids: NDArray[np.int32], max_tokens: int) -> bool:
-        """Start to read files for a request; returns whether `arrived` will return it. max_tokens: maximum length."""
+        """Start to read files with a prefix of a request into host memory.
+
+        keys: prefix-cache keys of the token ids `ids`. max_tokens: maximum tokens of the prefix.
+        Returns whether files are read, so that `arrived` will return the request.
+        """
         if self._ranks.alone and not self._names:
             return False
         chain = PrefixSpans(self._cache, keys, ids, max_tokens)
@@ -183,7 +190,10 @@ class DiskTier:
         return bool(transfers)
 
     def _read(self, transfers: list[_Transfer], event: torch.cuda.Event | None) -> Read:
-        """Read files into reserved host rows, in the reading thread. event: end of copies that use these rows."""
+        """Read files into reserved host rows, in the reading thread. event: end of copies that use these rows.
+
+        Returns how many files were read, and the error of the next one, if any.
+        """
         if event is not None:
             event.synchronize()
         for count, (span, parts) in enumerate(transfers):
@@ -285,7 +295,10 @@ class DiskTier:
             self._scan = self._writer.submit(self._folder.names)
 
     def _refuse(self, reason: str, transfers: list[_Transfer], message: str) -> None:
-        """Mark files as bad after the first of them could not be read. The request computes their tokens instead."""
+        """Mark files as bad after the first of them could not be read. The request computes their tokens instead.
+
+        reason: kind of error, which is counted. message: logged at the first error of this kind.
+        """
         names = {each.span.name for each in transfers}
         self._names -= names
         self._bad |= names

@@ -94,7 +94,7 @@ class OffloadedRows:
         return [each - 1 for each in self._pool.allocate(len(keys))]
 
     def insert(self, keys: Sequence[Hashable], rows: Sequence[int]) -> None:
-        """Set the keys of rows from `take`, so that `find` returns them. If another row has a key, it keeps it."""
+        """Set the keys of rows from `take`, so that `find` returns them. A key that another row has stays with it."""
         for key, row in zip(keys, rows, strict=True):
             self._pool.insert(row + 1, key)
 

@@ -47,7 +47,10 @@ class HostTier:
         return self.pages is not None and key in self.pages
 
     def load(self, blocks: list[bytes], page: bytes | None, num_tokens: int) -> None:
-        """Copy blocks and a state from host memory to the device if it has room. num_tokens: hit tokens to count."""
+        """Copy KV blocks and a state, given by keys, from host memory to the device; stop if it lacks room.
+
+        num_tokens: hit tokens, which are counted if everything was copied.
+        """
         loaded = self.blocks is None or self.blocks.load(blocks)
         if loaded and self.pages is not None and page is not None:
             loaded = self.pages.load([page])

@@ -164,7 +164,10 @@ class _FrontendDeployment(ReplicaFrontend):
 
 
 def _taken(given: dict[str, Any], options: Iterable[Option]) -> dict[str, Any]:
-    """Remove these options from the arguments and return them. Strings are JSON for options of other types."""
+    """Remove these options from the arguments `given` and return them.
+
+    Text given for an option that is not of type str is parsed if it is JSON.
+    """
     taken = {each.name: given.pop(each.name) for each in options if each.name in given}
     for each in options:
         if isinstance(value := taken.get(each.name), str) and not each.type.startswith("str"):

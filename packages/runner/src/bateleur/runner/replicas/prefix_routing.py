@@ -64,7 +64,7 @@ def _bytes(value: Any) -> bytes:
 def _keys(head: bytes, parts: Iterable[bytes]) -> Iterator[bytes]:
     """Yield hashes of `head` with each of several prefixes of the concatenated parts.
 
-    Prefixes end at lengths that grow by an eighth each, and after each of the first parts (messages).
+    Prefixes end at lengths that grow by an eighth each, and after each of the first 64 parts (messages).
     """
     state, last_key = hashlib.blake2b(head, digest_size=16, person=b"prefix"), 0
     length, end = 0, SHORTEST
@@ -87,7 +87,7 @@ _PRIME = (1 << 61) - 1
 
 @lru_cache(1 << 12)
 def _hash_factors(replica: str) -> tuple[int, int]:
-    """Return the factors of a replica's hash function."""
+    """Return factor and summand of the hash function by which `_hash_choices` ranks a replica."""
     digest = hashlib.blake2b(replica.encode(), digest_size=14).digest()
     return int.from_bytes(digest[:7], "little") + 1, int.from_bytes(digest[7:], "little")
 

@@ -24,7 +24,10 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 @contextmanager
 def ray_cluster(address: str | None, num_cpus: int) -> Iterator[None]:
-    """Connect to the Ray cluster at an address, or start a local one with `num_cpus` CPUs, for the `with` block."""
+    """For the `with` block, connect to the Ray cluster at `address`, or start one if `address` is None.
+
+    num_cpus: number of CPUs that a started cluster declares.
+    """
     from ray._common.usage.usage_lib import set_usage_stats_enabled_via_env_var
     from ray._private import ray_constants
     from ray._private.authentication.authentication_token_setup import maybe_enable_token_auth_if_token_available

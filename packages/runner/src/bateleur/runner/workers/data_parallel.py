@@ -71,7 +71,7 @@ class DataParallelCoordinator:
         return self._undelivered.pop(request_id)
 
     def restore(self) -> None:
-        """Drop the requests of `abandoned` on all ranks, see `RequestRegistry.restore`."""
+        """Drop the requests that their callers have left (ids in `abandoned`), on all ranks."""
         if not self.abandoned:
             return
         gone = sorted(self.abandoned)

@@ -97,7 +97,10 @@ class Follower:
         return messages.Reply(outputs, stats)
 
     def _with_members(self, group: RequestGroup) -> RequestGroup:
-        """Create the members of a group, without text output unless this is a data-parallel rank."""
+        """Create the requests of a group, one per continuation, and return the group.
+
+        Unless this is a data-parallel rank, the requests have only final outputs, with text only for stop strings.
+        """
         if not self._data_parallel:
             params = group.params if group.params.stop else replace(group.params, detokenize=False)
             group = replace(group, params=params, kind=RequestOutputKind.FINAL_ONLY)
