@@ -121,9 +121,10 @@ class PrefixCacheStats:
 @dataclass(slots=True)
 class EngineStats:
     """Totals since the engine started, and its current load.
-    num_verify_rows: decoding requests, summed over steps. decisions: steps by kind of CUDA graph, or by the reason for
-    an eager step. seconds: host seconds by part of a step. num_dummy_steps, num_dummy_drafts: steps and draft passes
-    without requests, for other data-parallel ranks.
+    num_emitted_tokens: all output tokens. num_verify_rows: decoding requests, summed over steps. num_verified_tokens:
+    tokens that these requests emitted. decisions: steps by kind of CUDA graph, or by the reason for an eager step.
+    seconds: host seconds by part of a step. num_dummy_steps, num_dummy_drafts: steps and draft passes without requests,
+    for other data-parallel ranks.
     """
 
     async_scheduling: bool = False

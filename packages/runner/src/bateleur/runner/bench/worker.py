@@ -28,7 +28,10 @@ def _torch(settings: dict[str, Any]) -> Any:
 
 
 def bateleur(settings: dict[str, Any]) -> tuple[Generate, dict[str, Any]]:
-    """Load bateleur's `LLM` with all given options. Returns the function that generates, and its version in a dict."""
+    """Load bateleur's `LLM`. Returns the function that generates, and a dict with torch's version and the dtype.
+
+    settings, as made by `OfflineBench`: `model`, `options` of `LLM`, `dtype`, `device`, `num_threads` and limits.
+    """
     from bateleur.runner import LLM, SamplingParams
 
     torch = _torch(settings)
@@ -42,8 +45,9 @@ def bateleur(settings: dict[str, Any]) -> tuple[Generate, dict[str, Any]]:
 
 
 def transformers(settings: dict[str, Any]) -> tuple[Generate, dict[str, Any]]:
-    """Load a transformers model; returns as `bateleur`. It runs one static batch, padded on the left, until the longest
-    request ends.
+    """Load a transformers model; settings and result as for `bateleur`.
+
+    It runs one static batch, padded on the left, until the longest request ends.
     """
     import transformers as library
 
@@ -66,7 +70,9 @@ def transformers(settings: dict[str, Any]) -> tuple[Generate, dict[str, Any]]:
 
 
 def vllm(settings: dict[str, Any]) -> tuple[Generate, dict[str, Any]]:
-    """Load vLLM's `LLM`; returns as `bateleur`. It runs eagerly on a CPU, because compilation takes minutes there."""
+    """Load vLLM's `LLM`; settings and result as for `bateleur`. It runs eagerly on a CPU, because compilation takes
+    minutes there.
+    """
     import vllm as library
 
     llm = library.LLM(
@@ -87,7 +93,10 @@ def vllm(settings: dict[str, Any]) -> tuple[Generate, dict[str, Any]]:
 
 
 def llama_cpp(settings: dict[str, Any]) -> tuple[Generate, dict[str, Any]]:
-    """Load a GGUF file of the same weights in llama.cpp; returns as `bateleur`. Requests run one after the other."""
+    """Load the file `settings["gguf"]` of the same weights in llama.cpp; settings and result as for `bateleur`.
+
+    Requests run one after the other.
+    """
     import llama_cpp as library
 
     threads = settings.get("num_threads") or os.cpu_count()

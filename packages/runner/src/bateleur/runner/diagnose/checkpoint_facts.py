@@ -95,7 +95,7 @@ def describe_checkpoint(path: str | Path, **options: Any) -> dict[str, Any]:
 
 
 def _weights(parts: dict[str, PartFacts]) -> dict[str, Any]:
-    """Return parameters and bytes of the weights."""
+    """Return parameters and bytes of the weights, as totals and by kind of layer (`parts`)."""
     return {
         # by kind: `mamba`, `delta`, `short conv`, `attention`, `mlp`, `experts`, `draft head`, `embeddings`
         "parts": {kind: asdict(part) for kind, part in parts.items()},
@@ -119,7 +119,10 @@ def _files(checkpoint: Checkpoint, num_used: int) -> dict[str, Any]:
 
 
 def _states(costs: CacheCosts, hits: CacheCosts) -> dict[str, int]:
-    """Return the memory of recurrent states. costs: for the user's options. hits: the same with prefix caching on."""
+    """Return sizes of recurrent states by name: bytes and pages of a running request, bytes by kind, kept states.
+
+    costs: memory for the user's options. hits: the same with prefix caching on, for the number of kept states.
+    """
     return {  # a page is a state and its convolution window; a ring has the inputs of a request's last tokens
         # most memory of a running request over all recurrent layers (pages, ring and window), at any length
         "mamba_state_bytes_per_request": costs.state_bytes_per_request,

@@ -23,8 +23,10 @@ text, in the engine."""
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Counts of one run: how often the draft at each position was reached and accepted. name: `ENGINE`, `EAGER`,
-    `ALONE` or `ORACLE`.
+    """Counts of one run: how often the draft at each position was reached and accepted.
+
+    name: `ENGINE`, `EAGER` (the engine without graphs), `ALONE` (the head without the engine) or `ORACLE` (the engine
+    with a drafter that knows the texts).
     """
 
     name: str

@@ -85,7 +85,7 @@ def experts_met(layer: ExpertsLayer, num_tokens: int) -> float:
 
 
 def _weights(model: HybridDecoder, num_tokens: int) -> list[tuple[str, StepPart]]:
-    """Return the costs of matrix products, and of reads of other weights, in the order of the weights."""
+    """Return pairs (layer type, costs) of matrix products and reads of other weights, in the order of the weights."""
     spec, sizes = model.spec, weight_sizes(model.weights(), model.matrices)
     row_bytes = num_tokens * spec.hidden_size * model.dtype.itemsize
     logit_bytes = 4 * num_tokens * spec.vocab_size  # float32
@@ -117,7 +117,10 @@ def _product(weight: WeightSize, num_inputs: float, share: float) -> StepPart:
 
 
 def _keys(layer: AttentionLayer, dtype: torch.dtype, batch: int, context: int, tokens: int) -> StepPart:
-    """Return the costs of keys and values, see `step_costs`: reads for all tokens of requests, writes for new ones."""
+    """Return the costs of keys and values, see `step_costs`: reads for all tokens of requests, writes for new ones.
+
+    dtype: the KV cache's.
+    """
     seen = context if layer.sliding_window is None else min(context, layer.sliding_window)
     each = 2 * layer.num_kv_heads * layer.head_dim * dtype.itemsize
     flops = 4.0 * batch * tokens * (seen + tokens) * layer.num_heads * layer.head_dim
@@ -125,7 +128,10 @@ def _keys(layer: AttentionLayer, dtype: torch.dtype, batch: int, context: int, t
 
 
 def _states(state: Recurrence, caches: CacheCosts, batch: int, tokens: int) -> StepPart:
-    """Return the mean costs of states and conv windows in a step, see `bateleur.mamba.memory_traffic`."""
+    """Return the costs of states and conv windows in a step, see `bateleur.mamba.memory_traffic`.
+
+    With state policy FOLD they are means over the steps from one fold (update of the saved state) to the next.
+    """
     assert caches.layout is not None, "a model with recurrent layers has a layout"
     if state.policy is StatePolicy.FOLD:
         moved = memory_traffic.fold_step_bytes(state, tokens, memory_traffic.FoldCycle.of(caches.layout, tokens))

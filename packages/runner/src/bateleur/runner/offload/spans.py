@@ -74,7 +74,7 @@ class PrefixSpans:
         yield from range(self.length // self.granularity * self.granularity, 0, -self.granularity)
 
     def two_ends(self, prompt_len: int) -> set[int]:
-        """Return the last possible end of a file, and the last one before the prompt's last token.
+        """Return the last possible end of a file, and the last one before the prompt's last token, in tokens.
 
         The end of a full segment is left out, because the segment's file suffices there.
         """

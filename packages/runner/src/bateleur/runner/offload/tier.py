@@ -67,7 +67,10 @@ class HostTier:
             self.disk.forget(blocks, pages)
 
     def fetch(self, request: Request, keys: PrefixKeys, ids: NDArray[np.int32], max_tokens: int) -> bool:
-        """Start to read files with the caches of up to `max_tokens` tokens of a request; returns whether any exist."""
+        """Start to read files with the caches of up to `max_tokens` tokens of a request; returns whether any exist.
+
+        keys, ids: see `DiskTier.fetch`.
+        """
         return self.disk is not None and self.disk.fetch(request, keys, ids, max_tokens)
 
     def arrived(self) -> list[Request]:
@@ -75,6 +78,9 @@ class HostTier:
         return [] if self.disk is None else self.disk.arrived()
 
     def save(self, keys: PrefixKeys, ids: NDArray[np.int32], num_tokens: int, prompt_len: int) -> None:
-        """Write the caches of the first `num_tokens` tokens of an ended request to disk, if there is a disk tier."""
+        """Write the caches of the first `num_tokens` tokens of an ended request to disk, if there is a disk tier.
+
+        keys, ids, prompt_len: see `DiskTier.save`.
+        """
         if self.disk is not None:
             self.disk.save(keys, ids, num_tokens, prompt_len)

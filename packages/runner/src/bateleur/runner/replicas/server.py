@@ -81,7 +81,8 @@ def _handling(receive: Callable[[int, FrameType | None], None]) -> Iterator[None
 def _interruptible() -> Iterator[Callable[[Callable[[], None]], None]]:
     """Raise KeyboardInterrupt at the first signal in the `with` block. A second signal ends the process.
 
-    Yields a function that calls its argument and then waits for a signal. That signal only ends the wait.
+    Yields a function that calls its argument and then waits for a signal. A signal during the wait raises nothing: the
+    function returns.
     """
     waits, received = False, threading.Event()
 

@@ -68,7 +68,7 @@ def list_tensors(folder: Path, other_prefixes: Sequence[tuple[str, str]] = ()) -
 
 
 def renamed(name: str, other_prefixes: Sequence[tuple[str, str]]) -> str:
-    """Return a tensor's name with our prefix. other_prefixes: pairs (prefix in files, our prefix)."""
+    """Return a tensor's name with the prefix used here. other_prefixes: pairs (prefix in files, prefix here)."""
     for other, ours in other_prefixes:
         if name.startswith(other):
             name = ours + name.removeprefix(other)

@@ -188,8 +188,9 @@ def _translate_speculative_config(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def drop_unsupported(table: Refusals, given: Mapping[str, Any], *, keep: Collection[str] = ()) -> dict[str, Any]:
-    """Return the arguments that are not in the table, or are named by `keep`. Raises ValueError if the table
-    refuses the value of another one.
+    """Return the arguments `given` without those in the table; arguments named by `keep` stay and are not checked.
+
+    Raises ValueError if the table refuses the value of a removed argument.
     """
     refused = {name for name in given if name in table and name not in keep}
     for name in refused:

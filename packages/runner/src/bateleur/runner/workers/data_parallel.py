@@ -24,7 +24,7 @@ class DataParallelCoordinator:
     """Has the interface of `RequestRegistry` and of the engine, for all data-parallel ranks together.
 
     A request goes to the rank with the fewest running and waiting continuations (of equal ranks, the lowest), and stays
-    there. Every message is sent to all ranks, each with its own part, and ends when all ranks have replied.
+    there. A method that needs the ranks sends each rank its part of a message, and returns when all have replied.
     """
 
     def __init__(self, engine: Engine, leader: Leader) -> None:
