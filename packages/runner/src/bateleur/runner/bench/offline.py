@@ -85,8 +85,8 @@ class OfflineBench:
     def measure(self, config: OfflineConfig, tasks: list[Task]) -> tuple[list[dict[str, TaskRuns]], dict[str, Any]]:
         """Run all tasks on bateleur and the engines to compare with, and measure memory bandwidth.
 
-        The attribute `skipped` gets the engines to compare with that fail to load. Returns for each task its runs by
-        engine, and a dict of the engines' versions.
+        If another engine than bateleur fails to load, its error is added to the attribute `skipped`. Returns for each
+        task its runs by engine, and a dict of the engines' versions.
         """
         with ExitStack() as stack:
             engines = []

@@ -50,7 +50,7 @@ class EngineProcess:
         self.facts: dict[str, Any] = self._read_reply("ready ")
 
     def request(self, message: dict[str, Any]) -> dict[str, Any]:
-        """Send `prompts` and numbers of `tokens` to the worker; return its times and token ids, see `bench.worker`."""
+        """Send `message` (prompts and numbers of tokens) to the worker; return times and ids, see `bench.worker`."""
         try:
             self._stdin.write(json.dumps(message) + "\n")
             self._stdin.flush()

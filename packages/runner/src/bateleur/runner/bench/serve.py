@@ -131,9 +131,9 @@ def bench_serve(
 
 
 class Workload:
-    """Sends requests of random tokens, or conversations, at random times, as the options `config` of `bench serve` say.
+    """Sends random token ids or conversations to a server at random times. Equal seeds give equal requests.
 
-    Equal seeds give equal requests.
+    model: checkpoint folder, for vocabulary size and model name. config: options of `bateleur bench serve`.
     """
 
     def __init__(self, model: Path, config: ServeBenchConfig) -> None:

@@ -37,7 +37,7 @@ class PartFacts:
 
 
 def layer_of(spec: ModelSpec, name: str) -> SingleLayer | None:
-    """Return the layer (of a parallel layer, the part) of the weight `name`; None outside of layers.
+    """Return the layer (or the part of a parallel layer) that has the weight `name`; None outside of layers.
 
     The norm in front of a parallel layer belongs to its first part.
     """
