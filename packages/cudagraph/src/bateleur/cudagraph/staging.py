@@ -11,7 +11,7 @@ from bateleur.cudagraph.execution import S
 
 
 class Phase(StrEnum):
-    """Why a batch is staged: to run a step, to warm up a key, or to capture it."""
+    """Why a batch is staged: to run a step, to warm up a graph key, or to capture it."""
 
     RUN = "run"
     WARMUP = "warmup"

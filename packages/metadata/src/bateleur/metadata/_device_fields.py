@@ -32,8 +32,8 @@ class DeviceFields:
 @dataclass(frozen=True, slots=True)
 class DeviceStep:
     """Values of a step on the device: ``num_computed_tokens`` (R,) integer, ``query_start_loc`` (R + 1,) int32, which
-    may be a view of ``DeviceFields.query_start_loc``, and ``token_ids`` (T - k,) int32 of all but the first k tokens,
-    which the last step sampled on the device.
+    may be a view of ``DeviceFields.query_start_loc``, and ``token_ids`` (T - k,) int32 of the tokens after the first k.
+    The first k are missing because the last step sampled them, and their ids are on the device already.
     """
 
     num_reqs: int

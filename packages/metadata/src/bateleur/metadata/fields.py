@@ -16,7 +16,9 @@ PAD_SLOT = -1
 
 
 class LeadingDim(Enum):
-    """Meaning of the leading dimension of a field: requests, requests + 1, tokens, or requests of a block table."""
+    """What the first dimension of a field counts: requests, requests + 1, tokens, or requests again for block tables,
+    whose second dimension counts blocks.
+    """
 
     REQS = "reqs"
     REQS_PLUS_1 = "reqs + 1"

@@ -40,7 +40,9 @@ class ConfigFields:
     """A configuration of transformers, read field by field. Methods raise ValueError naming field, value and rule."""
 
     def __init__(self, config: Any, written: Mapping[str, Any] | None = None) -> None:
-        """config: has the fields as attributes. written: fields of the file, whose names errors use."""
+        """config: has the fields as attributes. written: contents of `config.json`; errors name a field as it does, if
+        transformers has another name for it. None: errors use the names of the attributes.
+        """
         self.config = config
         self._written = written or {}
         self._rope_parameters: dict[str, Any] = {}

@@ -332,7 +332,9 @@ def cut_evenly(names: Names, tensors: Mapping[str, TensorEntry]) -> Names:
 
 
 def norms_less_one(names: Names) -> Names:
-    """Return the names, for files with norm weights w - 1 in place of w (residual stream, queries and keys)."""
+    """Return a copy of `names` for files that store w - 1 in place of the weights w of norms: those of the residual
+    stream, queries and keys, and no others. 1 is added when they are read.
+    """
     norms = ("input_norm", "output_norm", "final_norm", "q_norm", "k_norm")
     stored = {name: part for name, part in names.items() if part.target.rpartition(".")[2] in norms}
     return names | {name: replace(part, form=StorageForm.LESS_ONE) for name, part in stored.items()}

@@ -47,8 +47,8 @@ class StepContext:
 class LayerStep:
     """Arguments that all layers of one forward pass share.
 
-    They are the step, cosines and sines of its positions (`rotary`), tensor-parallel ranks, attention work lists
-    (`work`), and LoRA slots of the tokens (`adapters`).
+    They are the step, cosines and sines of its positions for each rotary embedding (`rotary`), tensor-parallel ranks,
+    for each attention layer the list of its kernel's tasks (`work`), and LoRA slots of the tokens (`adapters`).
     """
 
     execution: Execution[StepContext]

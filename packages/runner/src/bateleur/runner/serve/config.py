@@ -28,7 +28,9 @@ def _keys(name: str, value: Any) -> tuple[str, ...]:
 
 
 def _module(name: str, value: Any) -> tuple[str, str]:
-    """Return the name and the folder of a LoRA adapter, given as NAME=FOLDER or as a JSON object."""
+    """Return the adapter's name and folder. value: a LoRA adapter as NAME=FOLDER or as a JSON object. name: option that
+    an error names.
+    """
     rule = 'NAME=FOLDER, or {"name": NAME, "path": FOLDER}'
     if isinstance(value, str) and value.startswith("{"):
         try:

@@ -272,7 +272,7 @@ class _Compiler:
         return f"@{self._names[known]}"
 
     def _lazy(self, regex: str) -> str:
-        """Return a rule for the shortest text that matches a regular expression."""
+        """Add a grammar rule, and return its name, for the shortest text that matches a regular expression."""
         return self._rule(f"/{regex}/", options="[lazy]")
 
     def _rule(self, body: str, *, options: str = "", terminal: bool = False) -> str:

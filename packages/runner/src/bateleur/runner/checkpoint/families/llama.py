@@ -68,7 +68,7 @@ def _smollm3(fields: ConfigFields) -> ModelSpec:
 
 
 def _alternating(fields: ConfigFields, **attention: Any) -> tuple[AttentionLayer, ...]:
-    """Return attention layers with norms of queries and keys.
+    """Return the attention layers, full or windowed as the file lists them, with norms of queries and keys.
 
     Full and windowed layers have different rotary embeddings. attention: arguments of `ConfigFields.attention`.
     """

@@ -65,7 +65,9 @@ class _Value:
             self._parts.append(text)
 
     def cut(self, text: str) -> None:
-        """End a truncated value. Newlines at its end are dropped, because they may belong to an incomplete end tag."""
+        """End a truncated value with its last `text`. Newlines at its end are dropped, because they may belong to an
+        incomplete end tag.
+        """
         self.add(text.removesuffix("\n").removesuffix("\n"))
 
     def end(self, text: str, *, lacks_tag: bool = False) -> None:
