@@ -104,7 +104,7 @@ def growth(part: str, key: str) -> Callable[[Any], Figures]:
     return lambda found: iter([(key, found[part][-1][key] / found[part][0][key])])
 
 
-AHEAD = "tokens a second beside vLLM's, "
+AHEAD = "tokens per second relative to vLLM, "
 CLAIMS = (
     Claim("rival-cpu", AHEAD + "hybrid, float32", True, 1.25, of_batches("ratio")),
     Claim("rival-llama-cpu", AHEAD + "Llama, float32", True, 1.25, of_batches("ratio")),
@@ -112,28 +112,28 @@ CLAIMS = (
     Claim("rival-llama-bfloat16-cpu", AHEAD + "Llama, bfloat16", True, 1.25, of_batches("ratio")),
     Claim(
         "throughput-cpu",
-        "steps of decoding beside those of transformers, hybrid",
+        "decode steps per second relative to transformers, hybrid",
         True,
         2.0,
         of_batches("ratio_behind_first", workload="decode"),
     ),
     Claim(
         "throughput-llama-cpu",
-        "steps of decoding beside those of transformers, Llama",
+        "decode steps per second relative to transformers, Llama",
         True,
         2.0,
         of_batches("ratio_behind_first", workload="decode"),
     ),
     Claim(
         "llama-cpp-cpu",
-        "tokens a second beside llama.cpp's, Llama, float32",
+        "tokens per second relative to llama.cpp, Llama, float32",
         True,
         0.8,
         lambda found: iter([("batch 1", found["ratio"])]),
     ),
     # The demo model is small: trials of the other choice, and a head that sleeps, take up to a fifth of a run.
-    Claim("speculative-cpu", "drafts beside none, T 0", True, 0.8, drafts(None, 0.0)),
-    Claim("speculative-cpu", "drafts beside none, T 0.8", True, 0.8, drafts(None, 0.8)),
+    Claim("speculative-cpu", "speed with drafts relative to none, T 0", True, 0.8, drafts(None, 0.0)),
+    Claim("speculative-cpu", "speed with drafts relative to none, T 0.8", True, 0.8, drafts(None, 0.8)),
     Claim("speculative-cpu", "one greedy stream with drafts", True, 1.4, drafts(1, 0.0)),
     Claim("speculative-cpu", "one drawn stream with drafts", True, 1.1, drafts(1, 0.8)),
     Claim("host-cpu", "host work of a step", False, 3.0, host_per_request(0), " us"),
@@ -141,11 +141,11 @@ CLAIMS = (
     Claim("host-cpu", "host work of a step with 4 drafts", False, 3.0, each_request(4), " us"),
     Claim("host-cpu", "looking up a prefix", False, 100.0, prefixes("lookup_us"), " us"),
     Claim("host-cpu", "hashing a prefix", False, 600.0, prefixes("hash_us"), " us"),
-    Claim("sampling-cpu", "sampling beside an argmax", False, 2.0, sampling),
-    Claim("start-cpu", "CPU time beside importing torch", False, 1.5, start("bateleur generate, first token")),
-    Claim("start-cpu", "CPU time beside importing torch", False, 1.5, start("import bateleur.runner")),
-    Claim("growth-cpu", "100,000 cached blocks beside 1,000", False, 1.25, growth("cached", "lookup_us")),
-    Claim("growth-cpu", "10,000 requests that wait beside none", False, 1.25, growth("waiting", "schedule_us")),
+    Claim("sampling-cpu", "time of sampling relative to an argmax", False, 2.0, sampling),
+    Claim("start-cpu", "CPU time relative to importing torch", False, 1.5, start("bateleur generate, first token")),
+    Claim("start-cpu", "CPU time relative to importing torch", False, 1.5, start("import bateleur.runner")),
+    Claim("growth-cpu", "100,000 cached blocks relative to 1,000", False, 1.25, growth("cached", "lookup_us")),
+    Claim("growth-cpu", "10,000 waiting requests relative to none", False, 1.25, growth("waiting", "schedule_us")),
 )
 
 

@@ -175,7 +175,7 @@ class DraftCache:
 
     kv: (k_cache, v_cache) of each attention layer of the head, in the layout of its attention backend.
     groups, group: the target's KV groups, and the index of the one that the draft layers use.
-    dtype: dtype of the head's activations; None for that of the caches.
+    dtype: dtype of the head's activations; None for the dtype of the caches.
     kv_scales: scales (2, Hkv) float32 of the caches of each layer, or None; () for none.
 
     Raises `ValueError` for a group that does not exist, stores no tokens, or has another block size than the caches.

@@ -142,7 +142,7 @@ class ChainSteps:
     ) -> StagedBatch[DraftState]:
         """Stage the second draft pass, as if the first one had sampled token 0 everywhere, and build its metadata.
 
-        key: graph key; its number of tokens is that of the pass, padding included.
+        key: graph key, with the number of tokens of the pass, padding included.
         batch: dummy requests, in place of the target's step. table, seed: see `stage_dummy`.
         """
         x = self._inputs

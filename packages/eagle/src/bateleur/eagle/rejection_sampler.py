@@ -279,7 +279,7 @@ def _emit(case: _Case, accepted_R: Tensor, weight_R: Tensor, vocab: HashedVocab 
     if isinstance(case.distribution, Logits):
         draft_R = accepted_R.clamp(max=case.p.shape[1] - 1)
         excess_RV = _excess(case, row_R, draft_R, weight_R)
-        # The residual of equal distributions is only rounding, and that of bad rows NaN: then draw from the row itself.
+        # Equal distributions leave only rounding as residual, and bad rows leave NaN: then draw from the row itself.
         rejected_R1 &= exact_sum(excess_RV.clone(), shard=case.shard) > 0
         final_RV = torch.where(rejected_R1, excess_RV.log_(), final_RV)
     else:

@@ -95,7 +95,7 @@ DRAW = Implementations(_draw, triton="bateleur.eagle.kernels.rejection_sampler:d
 
 
 def _perturbed(noise_RV: Tensor, logits: Tensor, temperature: Tensor) -> Tensor:
-    """Return the perturbed logits (R, V) of which `draw` takes the argmax. Overwrites the Gumbel noise `noise_RV`."""
+    """Return perturbed logits (R, V). `draw` takes their argmax. Overwrites the Gumbel noise `noise_RV`."""
     # Finite noise times 0 is 0, so greedy rows keep their logits.
     return noise_RV.mul_((temperature > 0).to(noise_RV.dtype).unsqueeze(1)).add_(logits)
 

@@ -56,8 +56,8 @@ class AttentionMetadataBuilder(Protocol[M]):
         """
 
     def signature(self, meta: M) -> Signature:
-        """Return the host scalars of ``meta`` that kernels read, each with its :class:`Role`: how the scalar of a
-        replay may differ from that of the capture. Must have no side effect.
+        """Return the host scalars of ``meta`` that kernels read, each with its :class:`Role`: how it may differ
+        between capture and replay. Must have no side effect.
         """
 
     def addresses(self) -> Mapping[str, int]:

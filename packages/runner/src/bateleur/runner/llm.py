@@ -145,7 +145,7 @@ class LLM:
             lora_request=lora_request,
         )
         results: dict[str, RequestOutput] = {}
-        from .utils.progress import ProgressBar
+        from bateleur.runner.utils.progress import ProgressBar
 
         with ProgressBar(total=len(requests), unit="request") if use_tqdm else nullcontext() as bar:
             for output in self._run(requests):  # not `tqdm(...)`: a traceback would keep the generator open

@@ -191,7 +191,7 @@ class AttentionBackend:
         A model calls it once per forward pass, before its layers, and passes the result to every ``attend``. A CUDA
         graph records the call. Called only for backends with ``tolerates_loose_bounds``. Without a list, ``attend``
         computes one if the backend needs it. kv: caches of one of the layers. num_heads: query heads. dtype: dtype of
-        the queries; None: that of the caches.
+        the queries; None: the dtype of the caches.
         """
         return None
 

@@ -136,7 +136,7 @@ def _read(rank: RankProcess) -> StartPhase | RankFault | RankStatus:
 
 
 def _end(ranks: Sequence[RankProcess], seconds: float) -> None:
-    """Wait up to `seconds` for the ranks to exit, then kill those that still run."""
+    """Wait up to `seconds` for the ranks to exit, then kill the others."""
     deadline = time.monotonic() + seconds
     for process in (each.process for each in ranks):
         if process is not None:

@@ -31,7 +31,7 @@ _BAD = (None, NO_NUMBERS, _NO_TOKEN)
 class EmittedTokens(NamedTuple):
     """Tokens that the S sampling requests of a step have emitted, on the host.
     num_taken: (S,) emitted tokens that each request keeps: up to its end. num_drafts, num_accepted: (S,) tested and
-    accepted drafts. reports: requests that ended, and those that stream.
+    accepted drafts. reports: requests that ended or stream.
     """
 
     num_taken: Int64s

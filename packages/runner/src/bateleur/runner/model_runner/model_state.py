@@ -198,14 +198,15 @@ class ModelState:
         table = self._state_blocks
         padded, written = (batch.num_reqs, batch.num_tokens), (table.num_clears, table.num_writes)
         last, self._last = self._last, None
-        same = batch_id is not None and last is not None and last.batch_id is batch_id
+        if last is not None and last.batch_id is not batch_id:
+            last = None  # the last step was of another batch
         fits = last is not None and (last.padded, last.written) == (padded, written)
-        if last is not None and same and fits and batch.max_seq_len <= last.longest:
+        if last is not None and fits and batch.max_seq_len <= last.longest:
             self._last = last._replace(repeats=True)
             return last.metadata
         metadata = builder.build(batch, self._mamba_group, phase)
         if batch_id is not None:
-            lasts = builder.num_repeatable_steps(metadata, batch, settled=same)
+            lasts = builder.num_repeatable_steps(metadata, batch, settled=last is not None)
             self._last = _Built(batch_id, padded, written, batch.max_seq_len + lasts, metadata)
         return metadata
 

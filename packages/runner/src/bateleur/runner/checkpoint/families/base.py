@@ -31,7 +31,7 @@ class Family:
 
     other_prefixes: (prefix in some files, ours). fold: folds multipliers into weights. inside: field with the
     configuration of the text model. kinds: supported `layer_types`. plain: fields that transformers would not change.
-    needs: fields of which one is required.
+    needs: fields; at least one of them is required.
     """
 
     model_type: str

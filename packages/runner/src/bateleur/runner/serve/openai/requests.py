@@ -146,7 +146,7 @@ def _template_variables(own: Body) -> dict[str, Any]:
 def _common(kind: type[APIRequest], own: Body, sampling: Body, grammar: str, names: Names) -> dict[str, Any]:
     """Return the fields of `kind` that the body has under the same names, and those of `APIRequest`.
 
-    own, sampling: fields of the body that are no sampling parameters, and those that are. names: see `http_errors`.
+    sampling: sampling parameters in the body. own: its other fields. names: see `http_errors`.
     grammar: field to name in errors of the grammar; if the body has a `response_format`, they name that.
     """
     if (form := own.get("response_format")) is not None:

@@ -69,7 +69,7 @@ class Search:
     def first(self, source: Source, at: int = 0) -> tuple[int, str]:
         """Return the position and text of the first tag.
 
-        Without a tag, the text is "", and the position is that of an incomplete tag at the end, or the end.
+        Without a tag, the text is "", and the position is where an incomplete tag at the end starts, or the end.
         """
         text = source.text
         if (found := self._pattern.search(text, at)) is not None:
