@@ -82,8 +82,8 @@ def compare(llm: LLM, prompts: list[str] = PROMPTS) -> list[Tensor]:
         drafter._native = native
         drafts = propose(context).clone()
         assert torch.equal(drafts, expected)
-        # Sums have another order.
-        torch.testing.assert_close(stored_of(drafter, context), stored, rtol=5e-6, atol=1e-5)
+        # Sums have another order, which depends on the processor. Differences of up to 1.1e-5 were seen.
+        torch.testing.assert_close(stored_of(drafter, context), stored, rtol=5e-6, atol=5e-5)
         made.append(drafts)
         return drafts
 

@@ -10,13 +10,14 @@ from __future__ import annotations
 import re
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import triton
 from sass import faults_of_products
@@ -321,6 +322,17 @@ def _address(argument: Any) -> Any:
     return _Address(argument) if isinstance(argument, FakeTensor) else argument
 
 
+SWEEP = (pytest.mark.slow, pytest.mark.published_sizes)
+"""Marks of tests that compile kernels at further published sizes."""
+
+
+def slow_unless(fast: Collection[tuple[Any, ...]], cases: Iterable[tuple[Any, ...]]) -> list[Any]:
+    """Return the cases for `parametrize`: those of ``fast``, and the others with the marks of `SWEEP`."""
+    cases = list(cases)
+    assert set(fast) <= set(cases), "a fast case is none of the cases"
+    return [pytest.param(*each, marks=() if each in fast else SWEEP) for each in cases]
+
+
 _STATED = re.compile(r"Occupancy on sm_90: at least (\d+) blocks? per SM")
 
 
@@ -332,7 +344,9 @@ def stated_occupancy(kernel: Kernel) -> int | None:
 
 def faults_of(kernel: Kernel) -> list[str]:
     """Faults of a compiled kernel: wrong matrix products, spilled registers, and a lower occupancy than it states."""
-    faults = [f"{kernel}: {fault}" for fault in faults_of_products(kernel.sass)]
+    faults = []
+    if kernel.instructions["wgmma"]:  # disassembling takes a third as long as compiling
+        faults += [f"{kernel}: {fault}" for fault in faults_of_products(kernel.sass)]
     if kernel.spilled_bytes:
         faults.append(f"{kernel}: {kernel.spilled_bytes} bytes of registers are spilled")
     blocks, limit = kernel.occupancy

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Callable
 
@@ -20,12 +21,13 @@ triton = pytest.importorskip("triton", reason="triton is not installed")
 import numpy as np  # noqa: E402
 
 from bateleur.eagle.kernels import geometry, rejection_sampler, truncation, vocab_shard  # noqa: E402
-from sm90 import Compiled, Kernel, compiling, faults_of  # noqa: E402
+from sm90 import Compiled, Kernel, compiling, faults_of, slow_unless  # noqa: E402
 
 pytestmark = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") == "1", reason="nothing compiles in Triton's interpreter"
 )
 Recorder = Callable[[str, object], None]
+F32, BF16 = torch.float32, torch.bfloat16
 INF = float("inf")
 VOCABULARIES = (32_768, 131_072, 152_064, 248_320)
 TRUNCATION = ("stats_kernel", "bracket_kernel", "collect_kernel", "threshold_kernel")
@@ -61,9 +63,11 @@ def check(found: Compiled, names: set[str], record: Recorder, what: str) -> dict
     return {kernel.name: kernel for kernel in found.kernels}
 
 
-@pytest.mark.parametrize("kind", [0, 1, 2])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("size", VOCABULARIES)
+@pytest.mark.parametrize(
+    ("size", "dtype", "kind"),
+    slow_unless([(152_064, BF16, 0), (32_768, F32, 2)], itertools.product(VOCABULARIES, [F32, BF16], [0, 1, 2])),
+    ids=str,
+)
 def test_a_draw_from_a_law_that_truncates(size: int, dtype: torch.dtype, kind: int, record_property: Recorder) -> None:
     """Two launches that read all of the rows, one that samples them, one of candidates, and the two of a draw."""
     with FakeTensorMode(), compiling(on_device=True) as found:

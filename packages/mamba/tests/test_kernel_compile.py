@@ -23,7 +23,7 @@ from triton.runtime.jit import JITFunction
 from bateleur.mamba import CacheLayout, CopyPlan, FoldPlan, MambaCacheMode, ReplayPlan, SlotPlan
 from bateleur.mamba.ops import FORMS
 from bateleur.mamba.planners import triton as planners
-from sm90 import Compiled, compiling, faults_of, naming
+from sm90 import Compiled, compiling, faults_of, naming, slow_unless
 from triton_rows import triton_form
 
 pytestmark = pytest.mark.skipif(
@@ -272,6 +272,8 @@ def kernels_of_sizes(make: Callable[[int, int], None], sizes: Sequence[tuple[int
     return found
 
 
+FAST = ("Nemotron-3-Nano-30B-A3B", "Qwen3.5-9B", "Kimi-Linear-48B-A3B")
+"""Models whose bfloat16 kernels the fast tests compile: one of each recurrence."""
 SMALL = ("Granite-4.0-H-350M", "Qwen3.5-9B of four ranks")
 """Kernels that are not compiled for float32."""
 CASES = [
@@ -286,7 +288,11 @@ def case_id(value: object) -> str:
     return str(value).removeprefix("torch.")
 
 
-@pytest.mark.parametrize(("model", "dtype", "state_dtype", "part"), CASES, ids=case_id)
+@pytest.mark.parametrize(
+    ("model", "dtype", "state_dtype", "part"),
+    slow_unless({*product(FAST, [torch.bfloat16], [torch.float32], PARTS)}, CASES),
+    ids=case_id,
+)
 def test_a_published_layer(
     model: str, dtype: torch.dtype, state_dtype: torch.dtype, part: str, record_property: Callable[[str, object], None]
 ) -> None:

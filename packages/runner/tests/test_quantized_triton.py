@@ -171,6 +171,7 @@ ON_SALE = [
 
 
 @pytest.mark.slow
+@pytest.mark.published_sizes
 @pytest.mark.skipif(INTERPRETED, reason="nothing is compiled there")
 @pytest.mark.parametrize("name", ON_SALE)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
