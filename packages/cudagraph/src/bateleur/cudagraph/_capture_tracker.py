@@ -1,4 +1,8 @@
-"""`CaptureTracker`: sees every operator of a capture, tracks its memory, and refuses what a graph cannot hold."""
+"""`CaptureTracker`: sees every operator of a capture, and tracks the memory that the operators use.
+
+It refuses operators that a graph cannot repeat: reads of a device value on the host, and tensors made of host data. It
+also refuses tensor subclasses, memory of another graph, and external memory that is freed during the capture.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -65,18 +69,19 @@ class CaptureTracker(TorchDispatchMode):
         raise NotImplementedError
 
     def non_owning(self, tensor: Tensor) -> Tensor:
-        """Return a view of a captured tensor that does not keep its memory allocated, for use in replays.
+        """Return a view of a captured tensor, for use in replays. The view does not keep the tensor's memory allocated.
 
-        Only memory that an operator of the capture allocated becomes such a view. For other memory (weights, caches),
-        `tensor` itself is returned, which keeps it alive.
+        Only a tensor in memory that an operator of the capture allocated gets such a view. Another tensor (weights,
+        caches) is returned itself, so that its memory stays allocated.
 
-        The pool may give the memory to a later operator or a later capture. That is safe for two reasons:
+        The graph pool may allocate the memory of a view again, for a later operator or a later capture. That is safe
+        for two reasons:
 
-        * Within one captured body, a replay runs in the order of the capture, and the pool reuses memory in the same
-          order. The arguments of an eager part stay allocated until its result is allocated.
-        * Between captured bodies, a replay reads memory of the pool only after it has written it. An output is
-          therefore valid only until the next replay of any graph of the pool. `_track` refuses a capture that reads
-          such a view of another body, because the capture might get the same memory.
+        * Within one captured function, a replay runs the operators in the order of the capture, so it reuses memory in
+          the order in which the pool did. The arguments of an eager part stay allocated until its result is allocated.
+        * Between captured functions, every replay writes memory of the pool before it reads it. So an output is valid
+          only until the next replay of any graph of the pool. `_track` refuses a capture that reads a view of another
+          captured function, because the pool may allocate that memory for the capture itself.
         """
         tracked = self.memory.find(tensor) if self._on_device(tensor) else None
         if tracked is None or not tracked.owned or tensor.is_conj() or tensor.is_neg():
@@ -149,7 +154,10 @@ class CaptureTracker(TorchDispatchMode):
         return self._call(func, args, kwargs)
 
     def refuse(self, reason: str, kind: type[CaptureError] = CaptureError) -> CaptureError:
-        """Return the error to raise for `reason`. It is recorded: the capture fails even if the body catches it."""
+        """Return the error to raise for `reason`, and record it.
+
+        The capture then fails even if the captured function catches the error.
+        """
         error = kind(f"{self._key}: {reason}")
         self.failure = self.failure or error
         return error
@@ -162,7 +170,10 @@ class CaptureTracker(TorchDispatchMode):
         )
 
     def check(self) -> None:
-        """Raise a `refuse` error that the body caught, or `CaptureError` if external memory was freed or resized."""
+        """Raise the first error that `refuse` recorded, which the captured function may have caught.
+
+        If there is none, raise `CaptureError` if external memory was freed or resized during the capture.
+        """
         if self.failure is not None:
             raise self.failure
         try:
@@ -225,8 +236,10 @@ class CaptureTracker(TorchDispatchMode):
 
 
 class HostReadGuard(TorchFunctionMode):
-    """Refuses methods that read a tensor's memory on the host, and replaces `tensor[index] = number` by `fill_`: before
-    torch 2.14, torch makes a tensor of the number without an operator, so the tracker cannot see its allocation.
+    """Refuses methods that read a tensor's memory on the host, and runs `tensor[index] = number` as an in-place fill.
+
+    Before torch 2.14, torch makes a tensor of the number without calling an operator. `CaptureTracker` sees operators
+    only, so it would miss the allocation of that tensor.
     """
 
     def __init__(self, tracker: CaptureTracker) -> None:

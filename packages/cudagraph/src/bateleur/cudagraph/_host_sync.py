@@ -42,7 +42,11 @@ def _needs_values(func: OpOverload) -> bool:
 def waits_for_device(
     func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], on_device: Callable[[Tensor], bool]
 ) -> bool:
-    """Return whether a call of an operator, not a composite one, makes the host wait for a value on the device."""
+    """Return whether a call of the operator `func` makes the host wait for a value on the device.
+
+    func: must not be composite. For a composite operator, ask for each operator that it calls; see `is_composite`.
+    on_device: returns whether a tensor counts as one on the device.
+    """
     if func._schema.name in _ACCEPTS_MASKS:
         names = (argument.name for argument in func._schema.arguments)
         return _waits_for_mask(dict(zip(names, args, strict=False)) | kwargs, on_device)

@@ -38,8 +38,11 @@ class TrackedStorage(ExternalMemory):
 
 
 class TrackedMemory:
-    """The storages that a capture used, in order of first use. Owned memory returns to the pool when the body drops it.
-    A replay uses it through views that do not own it, see `CaptureTracker.non_owning`.
+    """The storages that a capture used, in order of first use.
+
+    Owned memory was allocated by an operator of the capture. It returns to the graph pool when the captured function
+    drops its last tensor of the storage. A replay uses owned memory through views that do not keep it allocated, see
+    `CaptureTracker.non_owning`.
     """
 
     def __init__(self) -> None:
@@ -69,7 +72,7 @@ class TrackedMemory:
         return tuple(each for each in self._storages if each.owned)
 
     def add_view(self, view: Tensor) -> None:
-        """Remember a non-owning view of owned memory, for `poison` and `empty_views`."""
+        """Remember a view of owned memory that does not keep it allocated, for `poison` and `empty_views`."""
         self._views.append(view)
 
     def check(self) -> list[UntypedStorage]:

@@ -1,4 +1,7 @@
-"""Walks through states and outputs: dataclasses, mappings, tuples, lists, sets and plain objects."""
+"""Walks through the nested containers in the state that a captured function reads, and in the output that it returns.
+
+Containers are dataclasses, mappings, tuples, lists and sets. Plain objects are leaves, except for `watch_lazy_changes`.
+"""
 
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
@@ -40,12 +43,14 @@ def replace_tensors(tree: T, change: Callable[[Tensor], Tensor]) -> T:
 
 
 def watch_lazy_changes(state: object, *, into_objects: bool = True) -> Callable[[object], str | None]:
-    """Remember the containers in `state`. The returned function takes a later state, and returns the path of the first
-    container that both states share and that has changed since, or None. Contents of tensors do not count, because
-    every staging writes them.
+    """Watch for values that a warm-up computes lazily and caches in `state`, so that a capture would not compute them.
 
-    into_objects: also look at containers that plain objects hold. False for PIECEWISE keys, because the eager parts of
-    an attention backend may cache values there.
+    Remembers the containers and objects in `state`, with the items of each. The returned function takes a state that
+    was staged later. It returns the path of the first container or object that is in both states and whose items have
+    changed since this call, or None. Contents of tensors do not count, because staging a batch overwrites them.
+
+    into_objects: also look at containers that plain objects hold. False for PIECEWISE graph keys, because the eager
+        parts of an attention backend may cache values there.
     """
     before = [(node, list(_children(node).values())) for _, node in _walk(state, "state", into_objects)]
 

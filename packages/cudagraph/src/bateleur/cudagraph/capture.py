@@ -24,9 +24,11 @@ class EagerPart(NamedTuple):
 
     Attributes:
         name: name of the part in errors.
-        tensors: arguments after the state. The graph before writes them. See `CaptureTracker.non_owning`.
-        result: the tensor that the next graph reads. It is a non-owning view of the pool, or a view of an
-            argument if `fn` returned one.
+        fn: the function. A replay calls `fn(state, *tensors)` with the state of the step.
+        tensors: arguments of `fn`, which the graph before this part writes. Those in memory of the graph pool are
+            views that do not keep it allocated, see `CaptureTracker.non_owning`.
+        result: the tensor that the graph after this part reads: a view of pool memory that does not keep it allocated,
+            or a view of an argument if `fn` returned one.
         layout: shape, strides, dtype and device of `result`.
     """
 

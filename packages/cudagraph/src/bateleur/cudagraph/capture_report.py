@@ -29,7 +29,12 @@ class CaptureCost:
 
 @dataclass(frozen=True, slots=True)
 class KeyEvent:
-    """A failed capture, or the latest of several (`times`) releases of a graph, with the error or the reason."""
+    """A failed capture of a key, or the releases of its graph.
+
+    Attributes:
+        reason: the error of the failed capture, or the reason of the latest release.
+        times: number of releases of the key so far. 1 for a failed capture.
+    """
 
     key: BatchExecutionDescriptor
     reason: str
@@ -38,8 +43,13 @@ class KeyEvent:
 
 @dataclass(frozen=True, slots=True)
 class CaptureReport:
-    """A snapshot of a manager's captures. ``num_planned``: number of keys of the dispatcher. ``failures``: keys that
-    were not captured later. ``releases``: keys that were released, captured again or not; the latest is last.
+    """A snapshot of a manager's captures.
+
+    Attributes:
+        num_planned: number of keys of the dispatcher.
+        captured: cost of each key that is captured now.
+        failures: keys whose capture failed, until `CudaGraphManager.capture` is called for them again.
+        releases: keys that were ever released, also those that were captured again. The latest release is last.
     """
 
     backend: str

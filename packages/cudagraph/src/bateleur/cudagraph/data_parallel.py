@@ -37,7 +37,8 @@ class JointDispatch:
     """The dispatch decision of one step, equal on all ranks.
 
     Attributes:
-        batch: the largest sizes of all ranks, also of the dummy batch of a rank without requests. None: no rank runs.
+        batch: the largest number of requests, tokens and tokens per request of any rank. Only ranks with requests
+            count. None: no rank has a request, so no rank runs.
         descriptor, reason: as in `DispatchDecision`.
         rank: the rank that `reason` is about, because its own batch fits no graph or because it has not captured the
             common graph. None if several ranks together cause eager execution, or if all ranks run on a graph.
@@ -122,10 +123,12 @@ def _join(batches: Sequence[UnpaddedBatch]) -> UnpaddedBatch:
 def _rank_without_graph(
     steps: Sequence[RankStep], joint: UnpaddedBatch, reason: DispatchReason, dispatcher: CudagraphDispatcher
 ) -> tuple[int | None, DispatchReason]:
-    """Return the rank that keeps the `joint` batch from a graph, and the constraint that it violates.
+    """Return the rank because of which the `joint` batch runs eagerly, and the constraint that this rank violates.
 
-    Its own batch fits no graph, or it has not captured the joint one. Of several ranks, it is the one whose constraint
-    is checked first. (None, `reason`) if there is no such rank. reason: why the joint batch runs eagerly.
+    The own batch of this rank fits no graph, or the rank has not captured the graph of the joint batch. If this holds
+    for several ranks, return the one whose constraint is checked first. If it holds for none, return (None, `reason`).
+
+    reason: why the joint batch runs eagerly.
     """
     found: list[tuple[int, int | None, DispatchReason]] = []
     for rank, step in enumerate(steps):

@@ -18,8 +18,9 @@ from bateleur.cudagraph.modes import CudaGraphMode
 class DispatchReason(StrEnum):
     """Why a batch runs on a graph or eagerly.
 
-    DECODE, MIXED and PIECEWISE name the kind of graph. The others, except IDLE, name the constraint of the graph that
-    the batch violates, in the order in which they are checked. IDLE means that no data-parallel rank has a batch.
+    DECODE, MIXED and PIECEWISE name the kind of graph. IDLE means that no data-parallel rank has a batch. The others
+    name the constraint because of which a batch runs eagerly, and are listed in the order of the checks. It is a
+    constraint of the nearest graph: the one of which the batch meets the most constraints before it violates one.
     """
 
     DECODE = "decode graph"
@@ -47,7 +48,7 @@ NUM_CONSTRAINTS_MET: dict[DispatchReason, int] = {reason: index for index, reaso
 class DispatchDecision:
     """The graph that one batch runs on and the padding to add before staging, or why it runs eagerly.
 
-    ``reason``: the kind of graph. For an eager batch, the constraint of the nearest graph that it violates.
+    ``reason``: the kind of graph. For an eager batch, the constraint of the nearest graph that the batch violates.
     """
 
     descriptor: BatchExecutionDescriptor | None
@@ -57,7 +58,13 @@ class DispatchDecision:
 
 
 class DispatchCounter:
-    """Counts dispatch decisions by reason, and the tokens that ran on graphs, padding included, and padding alone."""
+    """Counts dispatch decisions.
+
+    Attributes:
+        by_reason: number of decisions by reason.
+        num_graph_tokens: tokens of the batches that ran on graphs, padding included.
+        num_pad_tokens: padding tokens of the batches that ran on graphs.
+    """
 
     def __init__(self) -> None:
         self.by_reason: Counter[DispatchReason] = Counter()
@@ -96,7 +103,8 @@ class SizeRange:
 class Coverage:
     """The graphs that batches of 1, 2, ... requests with `query_len` tokens each run on, by range of sizes.
 
-    ``mean_padding``, ``worst_padding``: padding tokens / tokens, in [0, 1), over batch sizes that run on a graph.
+    ``mean_padding``, ``worst_padding``: padding tokens / tokens of the graph (padding included), in [0, 1): mean and
+    maximum over the batch sizes that run on a graph.
     """
 
     query_len: int
@@ -151,8 +159,9 @@ class _KeyGroup:
 class CudagraphDispatcher:
     """The keys of the graphs to capture for one model, and the choice of a graph for each batch. Make it with `make`.
 
-    It corresponds to vLLM's class of this name. ``keys`` are in capture order: FULL before PIECEWISE, because decode
-    graphs save most if memory or time runs out; within a mode, large keys first, so that small keys reuse their memory.
+    It corresponds to vLLM's class of this name. ``keys`` are in capture order. FULL keys come before PIECEWISE keys: if
+    memory or time runs out during capture, the decode graphs exist, which save the most time per step. Within a mode,
+    large keys come first, so that small keys reuse their memory.
     """
 
     mode: CudaGraphMode

@@ -135,7 +135,7 @@ class CudaGraphManager(Generic[S, T]):
     def replay(self, key: BatchExecutionDescriptor, staged: StagedBatch[S]) -> T:
         """Replay the graph of `key` on the batch `staged`.
 
-        Returns the output of the body at capture: the next replay of any graph of the backend may overwrite it.
+        Returns the output of the captured function. The next replay of any graph of the backend may overwrite it.
 
         Raises:
             NotCaptured: there is no graph for `key`.
@@ -169,10 +169,11 @@ class CudaGraphManager(Generic[S, T]):
             key: None: all captured keys, large ones first, to find contents that a large batch leaves in the buffers.
             fuzz: number of random batches per key, at least 1.
             rtol, atol: tolerance of floating-point differences:
-                |replay - eager| <= `atol` + `rtol` * the largest |eager| of the row. Integers must be equal.
-                `rtol=None` allows for the rounding of a few sums in the least precise dtype of the compared tensors.
-            extra_tensors: tensors to compare besides the output, by name, such as caches that the body writes in
-                place. Also accepts a function that returns them for a staged state.
+                |replay - eager| <= `atol` + `rtol` * the largest |eager| of the row (the last dimension of the tensor).
+                Integers must be equal. `rtol=None` allows for the rounding of a few sums in the least precise dtype of
+                the compared tensors: 2 * eps for a dtype of at most 16 bits, 11 * eps for a wider one.
+            extra_tensors: tensors to compare besides the output, by name, such as caches that the captured function
+                writes in place. Also accepts a function that returns them for a staged state.
 
         Raises `NotCaptured` if `key` is not captured, and TypeError if the producer is not `Fuzzable`.
         """

@@ -89,8 +89,8 @@ class GraphBackend(Protocol):
     def capture(self, body: Body[S, T], key: BatchExecutionDescriptor, state: S) -> CapturedBody[S, T]:
         """Capture one call of `body` with `state`: one graph for a FULL key, several pieces for a PIECEWISE key.
 
-        Raises `HostSync` if the body read a device value on the host, `CaptureError` if it raised or did something else
-        that no graph can hold. The backend can capture again.
+        Raises `HostSync` if the body read a device value on the host, and `CaptureError` if it raised or did something
+        else that a graph cannot repeat. The backend can capture again after an error.
         """
 
 

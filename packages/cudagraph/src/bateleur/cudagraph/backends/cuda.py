@@ -37,14 +37,17 @@ class CudaGraphPool:
         self._device = device
 
     def abandon(self, graph: torch.cuda.CUDAGraph) -> None:
-        """Clean up after a capture that the driver refused to begin or to end. Earlier graphs keep the pool.
+        """Clean up after a capture that the driver refused to begin or to end, and mark the pool as abandoned.
+
+        Graphs that were captured into the pool before can still be replayed. Later captures need a new pool.
 
         The capture has put the allocators of device and pinned memory and the default random generator into capture
-        state. `CUDAGraph.reset` ends the state in torch 2.15, but not in torch 2.11. There:
+        state. In torch 2.15, `CUDAGraph.reset` ends this state. In torch 2.11 it does not, with three effects:
 
-        * The device allocator defers frees and can't return cached memory. The two `torch._C` calls below end this.
-        * The host allocator refuses another capture into the pool, so the pool is abandoned. At each allocation it
-          calls a function with the address of the graph object, so the object is never freed.
+        * The device allocator defers frees and can't return cached memory. `torch._C._cuda_endAllocateToPool` and
+          `torch._C._cuda_releasePool` end this.
+        * The allocator of pinned memory refuses another capture into the pool, so the pool is abandoned. At each
+          allocation it calls a function with the address of the graph object, so the object is never freed.
         * The generator refuses to draw outside of a capture. Capturing an empty graph resets it.
         """
         self.abandoned = True
@@ -81,10 +84,10 @@ class CudaBackend(GraphBackend):
 
     Args:
         track_operators: whether to see every operator of a capture, to find external memory and to name a host sync. It
-            costs time during capture only. Use False for bodies that `torch.compile` compiled, because they do not run
-            compiled under a dispatch mode. Then `externals` is empty, `check_externals` and `poison` do nothing, and
-            outputs and arguments of eager parts keep their memory allocated, because the backend cannot tell it from
-            external memory. Kernels that are launched without a torch operator are never seen.
+            costs time during capture only. Use False for functions that `torch.compile` compiled, because they do not
+            run compiled under a dispatch mode. Then `externals` is empty, and `check_externals` and `poison` do
+            nothing. Outputs and arguments of eager parts keep their memory allocated, because the backend cannot tell
+            it from external memory. Kernels that are launched without a torch operator are never seen.
     """
 
     name = "cuda"
@@ -106,8 +109,8 @@ class CudaBackend(GraphBackend):
     def session(self) -> Iterator[None]:
         """Switch to a side stream, ordered with the current stream, and switch garbage collection off.
 
-        During a capture, the driver refuses to free a Triton module or a graph, as a collection might, and to create
-        the cuBLAS handle of a thread.
+        During a capture, the driver refuses to free a Triton module or a graph, which garbage collection might do. It
+        also refuses to create a cuBLAS handle, so the handle of this thread is created before.
         """
         with ExitStack() as stack:
             if gc.isenabled():

@@ -80,7 +80,11 @@ class CpuGraphPool:
         return storage
 
     def storage_at(self, address: int, nbytes: int) -> UntypedStorage:
-        """Return memory that `allocate` returned, as a storage that does not reserve it but keeps it readable."""
+        """Return a storage over memory that `allocate` returned before.
+
+        The storage does not reserve the memory, so the pool may allocate the same memory again. The storage can be read
+        as long as it exists, because it keeps its segment alive.
+        """
         if nbytes == 0:
             return UntypedStorage(0)
         for index, segment in enumerate(self._segments):
@@ -255,7 +259,7 @@ class _OperatorRecorder(CaptureTracker):
         return self._view(moved[storage], value, value.storage_offset())
 
     def _shared_view(self, value: Any) -> Any:
-        """Return a view of a tensor that does not keep its memory allocated. Other values are returned as they are."""
+        """Return a view of a tensor; the view does not keep its memory allocated. Return other values unchanged."""
         if not self._on_device(value):
             return value
         tracked = self._track(value)
