@@ -27,7 +27,10 @@ OUTLIER = 3.0
 
 @dataclass(slots=True)
 class _Phase:
-    """Times of the steps since the choice between drafts and no drafts last changed. latest: (seconds, tokens) each."""
+    """Times of the steps since the choice between drafts and no drafts last changed.
+
+    num_steps: all these steps. latest: (seconds, tokens) of each of the latest ones that were measured.
+    """
 
     num_steps: int = 0
     latest: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=2 * TRIAL_STEPS))
@@ -45,7 +48,13 @@ class _Phase:
 
 @dataclass(slots=True)
 class _Choice:
-    """The choice for one batch size (drafts or not), and the trial of the other choice. wait: steps before a trial."""
+    """The choice for one batch size, drafts or no drafts, and trials of the other choice.
+
+    drafts: whether the current choice is to use drafts.
+    wait: total number of measured steps with the current choice before a trial.
+    current: times of the steps with the current choice since the last trial.
+    trial: times of the steps of the running trial; None if no trial is running.
+    """
 
     drafts: bool = True
     wait: int = FIRST_WAIT

@@ -31,8 +31,9 @@ def borrow_violations(
 ) -> tuple[str, ...]:
     """Return why a pass over `batch`, with keys in KV-cache group `group`, cannot use `metadata`; () if it can.
 
-    The tensors of `metadata` must be memory of the batch, and its host bounds those of the batch. It must be a frozen
-    dataclass, so that a forward pass cannot have changed it. Nothing is read on the device.
+    Four tensors of `metadata` must have the addresses and shapes of those of `batch`: query_start_loc, seq_lens, and
+    slot mapping and block table of the group. max_query_len and max_seq_len must be equal in both. `metadata` must be a
+    frozen dataclass, so that the target's forward pass cannot have changed it. Nothing is read on the device.
 
     now: number of times that the target's buffers have been staged, for a pass that reads them later (a graph replay).
         It must equal the `generation` of the batch, else the buffers hold another step.

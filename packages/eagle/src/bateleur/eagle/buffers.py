@@ -26,9 +26,10 @@ class DraftBuffers:
     slot_mapping: (M,) int64; -1 stores nothing.
     query_start_loc: (N + 1,) int32.
     seq_lens, num_computed_tokens: (N,) int32.
-    last_index: (N,) int64, index of the token of each row from whose output the next draft is sampled.
-    token_positions: (N,) int64, index in its sequence of the token that the row samples; never clamped, so that no
-        noise key is used twice.
+    last_index: (N,) int64, for each row the index in `input_ids` of the token from whose output the draft is sampled.
+    token_positions: (N,) int64, for each row the index of the sampled draft in its sequence. The random numbers of a
+        draft depend on this index, see `Keys`. So it is not clamped to `max_model_len`, as `positions` is: two drafts
+        with the same index would get the same random numbers.
     tokens: (N, K) int64, the drafts so far, -1 where there is none.
     step: () int64, number of drafts in each row of `tokens` so far.
 
@@ -129,7 +130,10 @@ class DraftBuffers:
 
 
 class DraftLogits:
-    """Logits of every draft that is not verified yet, for the acceptance rules RATIO and BLOCK.
+    """Logits of every draft that is not verified yet.
+
+    Only the acceptance rules `Rule.RATIO` and `Rule.BLOCK` need these logits, to compare draft and target
+    probabilities.
 
     Drafts are made in one step and tested in a later one. Until then their request may pause or move in the batch.
     So logits are stored by row of the engine's request table.

@@ -117,7 +117,8 @@ class SamplingDrafter(Drafter, Protocol):
     """A drafter that declares how its drafts are sampled. Other drafters are assumed to be deterministic functions
     of the tokens.
 
-    rule: the acceptance rule whose noise it samples with.
+    rule: the acceptance rule that will verify the drafts. It determines the random numbers for sampling drafts: those
+        of the target's own samples under `Rule.COUPLED`, independent ones under the other rules.
     """
 
     rule: Rule

@@ -31,8 +31,9 @@ def stage_first(
     Token j of a request gets the id of token j + 1, the last valid one gets `next_token`; rejected tokens and padding
     get id 0 and slot -1. Positions, starts and lengths are the target's.
 
-    A pass with the target's attention metadata stores rejected tokens, too. A pass with metadata over
-    `buffers.slot_mapping` does not: old contents of these slots must be finite until later steps overwrite them.
+    A pass with the target's attention metadata stores keys and values of rejected tokens, too. A pass with metadata
+    over `buffers.slot_mapping` does not, and then the slots of rejected tokens keep their old contents. The caller must
+    ensure that these contents are finite until later steps overwrite them, because attention reads and masks them.
 
     batch: the target's step. Rows without a token are padding, whatever the other arguments hold for them.
     group: KV-cache group of `batch` for the draft's layers.

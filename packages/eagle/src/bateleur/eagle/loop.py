@@ -19,9 +19,10 @@ from bateleur.eagle.rejection_sampler import draw_draft, verify
 from bateleur.eagle.rules import Coupled, Drafts, Logits, OneHot, Rows, Rule, apply_temperature
 
 Function: TypeAlias = Callable[[Tensor], tuple[Tensor, Sequence[Tensor]]]
-"""Maps (n,) int64 ids of a sequence to (n, V) logits of the next tokens, and one (n, width) tensor per need."""
+"""Maps (n,) int64 ids of a sequence to (n, V) logits of the next tokens, and the hidden states that the head reads: one
+(n, width) tensor for each that `HeadSpec.needs` lists, none without a head."""
 Guess: TypeAlias = Callable[[list[int]], Sequence[int]]
-"""Maps all tokens so far to likely next ones, such as an n-gram. It must not read the noise."""
+"""Maps all tokens so far to likely next ones, such as an n-gram. It must not use the random numbers of the samples."""
 Stop: TypeAlias = Collection[int] | Callable[[list[int]], bool]
 """Tokens that end an answer, or a function of the answer so far that returns whether it ends."""
 
@@ -32,7 +33,7 @@ class Request:
 
     stop: tokens that end the output, or a function of the output so far that returns whether it ends.
 
-    Raises `ValueError` for an empty prompt or a negative number.
+    Raises `ValueError` for an empty prompt, or a negative `num_tokens` or `temperature`.
     """
 
     prompt: Sequence[int]
@@ -88,12 +89,15 @@ def speculate(
     *,
     rule: Rule = Rule.COUPLED,
 ) -> Iterator[Step]:
-    """Decode with up to `num_drafts` drafts of a head or a guessing function in each step; yields every step.
+    """Decode with up to `num_drafts` drafts in each step; yields every step.
 
-    Under the acceptance rule COUPLED, and at temperature 0 under every rule, the tokens are those of
-    `sample` with any drafter. The cache of a target must be empty.
+    Under `Rule.COUPLED`, and at temperature 0 under every rule, the tokens are those of `sample` with any drafter.
 
-    Raises `ValueError` for a negative number, or logits with a NaN or none above -inf.
+    target: a `Function`, which maps the whole sequence, (n,) int64, to logits (n, V) and hidden states; or a model with
+        an empty cache.
+    drafter: a head, or a function from all tokens so far to likely next ones (`Guess`).
+
+    Raises `ValueError` for a negative `num_drafts`, or if logits of the target have a NaN or none above -inf.
     """
     if num_drafts < 0:
         raise ValueError(f"num_drafts={num_drafts} must not be negative")
@@ -126,7 +130,7 @@ def speculate(
 
 
 class _Proposer:
-    """Drafts for one sequence with a head or a guessing function, under the noise of an acceptance rule.
+    """Makes drafts for one sequence with a head or a `Guess`, sampled as the acceptance rule `rule` needs them.
 
     A head runs over a cache of the tokens with target features; drafts are appended and truncated again.
     """

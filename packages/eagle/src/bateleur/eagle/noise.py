@@ -62,9 +62,9 @@ _FLOOR = 2.0**-32
 class Role(IntEnum):
     """Purpose of a random number. Numbers of different roles are independent.
 
-    TARGET is for samples of the target; a drafter under the acceptance rule COUPLED uses the same numbers on purpose.
-    DRAFT is for drafts that must be independent of the target's sample, ACCEPT for the tests of the rules RATIO and
-    BLOCK.
+    TARGET is for samples of the target; a drafter for the acceptance rule `Rule.COUPLED` uses the same numbers on
+    purpose. DRAFT is for drafts that must be independent of the target's sample. ACCEPT is for the acceptance tests of
+    `Rule.RATIO` and `Rule.BLOCK`.
     """
 
     TARGET = 0

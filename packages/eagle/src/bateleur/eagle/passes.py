@@ -104,7 +104,10 @@ class DraftPasses:
         return self._pass(execution, self._inputs.last_index[: self._num_rows(execution)])
 
     def store_kv(self, execution: Execution[DraftState]) -> None:
-        """Run the head on the target's step only to store keys and values, so the last layer does no more than that."""
+        """Run the head on the target's step only to store keys and values. No draft is sampled.
+
+        So the last layer stores its keys and values, but computes no attention.
+        """
         self._forward(execution, self._inputs.last_index[:0], [*self._layers[:-1], self._store])
 
     def chain(self, execution: Execution[DraftState]) -> Tensor:
@@ -164,8 +167,8 @@ class DraftPasses:
     def _draw(self, execution: Execution[DraftState], h_nH: Tensor) -> Tensor:
         """Sample drafts with the noise of the acceptance rule, and keep the logits if the rule needs them.
 
-        Returns (n,) int64 target ids, -1 for none. Under the rule COUPLED, the target samples with the same noise at
-        the same request and position.
+        Returns (n,) int64 target ids, -1 for none. Under `Rule.COUPLED`, the target samples with the same noise at the
+        same request and position.
         """
         logits_nV = self._head.logits(h_nH)
         if execution.key is None and execution.state.greedy:

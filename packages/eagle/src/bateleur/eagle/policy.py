@@ -89,7 +89,7 @@ class StepTime:
 @runtime_checkable
 class ObservingPolicy(DraftPolicy, Protocol):
     """A policy that gets the time of every step. Lengths may depend on it, because verification is lossless for any
-    length: same tokens under the acceptance rule COUPLED, same distribution under RATIO and BLOCK.
+    length: same tokens under `Rule.COUPLED`, same distribution under `Rule.RATIO` and `Rule.BLOCK`.
     """
 
     def observe(self, step: StepTime) -> None:
@@ -183,8 +183,8 @@ class BySurvival:
         self, cost: Cost, *, draft_cost: float = 0.0, uniform: bool = False, probe_every: int | None = 64
     ) -> None:
         """cost: function from a number of tokens to the cost of a target step of that size.
-        draft_cost: cost of one draft pass in the same unit, for each draft of the request with the most drafts; 0 if
-            all K are drafted anyway.
+        draft_cost: cost of one draft pass, in the unit of `cost`. A step has as many draft passes as the request with
+            the most drafts has drafts. 0 if all K are drafted anyway.
         uniform: all requests get the same number (at most their `max_drafts`), and the step is padded to it: for graphs
             with a uniform query length.
         probe_every: number of steps between probes of a request; None for never.

@@ -18,7 +18,7 @@ from bateleur.eagle.vocab_shard import VocabShard
 
 @dataclass(frozen=True, slots=True)
 class Coupled:
-    """Drafts of any kind, such as samples with the noise of the target, for the acceptance rule COUPLED."""
+    """Drafts of any kind, such as samples with the noise of the target, for the acceptance rule `Rule.COUPLED`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,8 +107,8 @@ class Drafts:
 
     tokens: (R, K) int64 target ids. At a negative id verification stops and emits the target's own sample. Columns
         after the logit rows of a request are ignored.
-    distribution: distribution that the drafts were sampled from. A wrong one makes the output of the rules RATIO and
-        BLOCK wrong, and nothing detects that.
+    distribution: distribution that the drafts were sampled from. A wrong one makes the output of `Rule.RATIO` and
+        `Rule.BLOCK` wrong, and nothing detects that.
     """
 
     tokens: Tensor

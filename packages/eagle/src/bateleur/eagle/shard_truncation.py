@@ -27,8 +27,11 @@ _LEAST = torch.finfo(torch.float32).min
 
 
 class _Edge(NamedTuple):
-    """The threshold of each row (`order_of`), how many of the `ties` tokens equal to it are kept, and how many ties are
-    in this shard; (N,) int64 each. The counts are 0 if no tie is dropped.
+    """The threshold of each row, and counts of its ties, the tokens with a logit equal to the threshold.
+
+    order: (N,) int64, the threshold as an integer of the same order, see `order_of`.
+    kept, ties, own: (N,) int64: kept ties of all ranks, ties of all ranks, ties in this shard. All are 0 if only min_p
+        applies, because it keeps every tie.
     """
 
     order: Tensor
@@ -124,11 +127,14 @@ def _search(
 
 
 def _histogram(scaled: Tensor, mass: Tensor | None, start: Tensor, shift: int) -> Tensor:
-    """Return a histogram (N, D) int64 of each row.
+    """Return a histogram (N, D) int64 of each row of logits.
 
-    Entry d is the weight of the values whose ordered integer (`order_of`) is in [start + (d << shift), start + ((d + 1)
-    << shift)). Weight is the number of tokens, or their mass if `mass` (N, L) float32 is given (1 for the largest).
-    scaled: (N, L) float32. start: (N,) int64.
+    `order_of` maps a logit to an integer of the same order. Entry d is the weight of the tokens whose integer is in
+    [start + (d << shift), start + ((d + 1) << shift)). A token weighs 1, or its mass in units of 2^-40.
+
+    scaled: (N, L) float32, logits over the temperature.
+    mass: (N, L) float32, exp(logit - max): 1 for the largest logit. None to count tokens.
+    start: (N,) int64.
     """
     digit_NL = (order_of(scaled) - start.unsqueeze(1)) >> shift
     weight_NL = torch.ones_like(digit_NL) if mass is None else mass.double().mul_(2.0**40).long()

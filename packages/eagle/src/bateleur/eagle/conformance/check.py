@@ -113,7 +113,10 @@ class _Check:
     violations: dict[tuple[str, str], Violation] = field(default_factory=dict)
 
     def note(self, letter: str, text: str) -> None:
-        """Record a violation, the first of each kind. letter: its class, see `check_drafter`."""
+        """Record a violation, if it is the first with this letter and this text before the first colon.
+
+        letter: class of the violation, see `check_drafter`.
+        """
         self.violations.setdefault((letter, text.split(":")[0]), Violation(letter, text))
 
     def watched(self, drafter: Drafter, vocab_size: int, *, reads: bool) -> Any:

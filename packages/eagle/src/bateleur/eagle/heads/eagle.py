@@ -6,14 +6,15 @@ head continues the target's own features, so its output goes straight into the t
 the next draft pass. Its first layer has no norm in front of the attention.
 
 EAGLE-3 (Li et al., "EAGLE-3: Scaling up Inference Acceleration of Large Language Models via Training-Time Test", 2025),
-with the switches of EAGLE-3.1. With E the embedding of the token, taps hidden states of several target layers, and g
-the fused one or that of the last pass:
+with the switches of EAGLE-3.1. E is the embedding of the token. taps are hidden states of several target layers, and g
+is the hidden input of a pass. A switch in the head's configuration changes its line as written in the right column:
 
-    g = fc(cat(taps))                                   fc_norm: each tap normed; norm_before_fc: cat(taps) normed
+    g = fc(cat(taps)) in the first pass         fc_norm: fc(cat(norm of each tap)); norm_before_fc: fc(norm(cat(taps)))
     x = cat(input_layernorm(E), hidden_norm(g))
-    h = g + attention(x)                                norm_before_residual: hidden_norm(g) + attention(x)
+    h = g + attention(x)                        norm_before_residual: h = hidden_norm(g) + attention(x)
     h = h + mlp(post_attention_layernorm(h))
-    logits = lm_head(norm(h)); the next pass gets h     norm_output: it gets norm(h)
+    logits = lm_head(norm(h))
+    g = h in the next pass                      norm_output: g = norm(h) in the next pass
 """
 
 from collections.abc import Sequence

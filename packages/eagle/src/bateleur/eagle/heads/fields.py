@@ -77,7 +77,11 @@ class Fields:
         return Fields(value)
 
     def boundaries(self, name: str, num_layers: int, *, shift: int = 0) -> tuple[int, ...] | None:
-        """Return the distinct ids of a list, plus `shift`, as boundaries 0 .. num_layers; None if missing or empty."""
+        """Return a list of layer ids, plus `shift` each, as boundaries between target layers; None if missing or empty.
+
+        As in `TargetNeeds.taps`, boundary l is the input of layer l, and `num_layers` the output of the last layer.
+        Raises ValueError if a boundary is repeated or not in [0, num_layers].
+        """
         value = self._values.get(name)
         if value is None or value == []:
             return None

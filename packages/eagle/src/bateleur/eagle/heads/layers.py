@@ -50,9 +50,10 @@ class Rotary:
         self.table = self._turn(torch.arange(num_positions, device=self._inv_freq_P.device))
 
     def at(self, positions_T: Tensor) -> Rotation:
-        """Return cosine and signed sine (T, 1, 2P) of these positions, P for each half of the rotated dimensions.
+        """Return cosine and signed sine of these positions, (T, 1, 2P) each, as `rotate` needs them.
 
-        Angles are float32, whatever the dtype.
+        Both halves of the last dimension have the same P angles. The sine is negated in the first half: (-sin, sin).
+        Angles are computed in float32, whatever the dtype of the results.
         """
         if self.table is None:
             return self._turn(positions_T)

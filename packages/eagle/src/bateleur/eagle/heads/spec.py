@@ -30,12 +30,18 @@ Project = Callable[[Tensor, Tensor | None], Callable[[Tensor], Tensor]]
 
 @dataclass(frozen=True, slots=True)
 class CProduct:
-    """The product y = x W^T + b as a C function: ``(x, tokens, stride of x, columns, W, b, y, rows, threads)``.
+    """The product y = x W^T + b as a C function with fixed weights, for C code that runs a whole head.
 
     A Python function x -> y can have its `CProduct` as attribute `in_c`; None or no attribute means no C function.
 
-    x, W, b (or NULL) and y are addresses (all but W of float32), the sizes are int64, and threads is an int. The
-    function defines the layout of W. It returns 0, or another int64 if it is out of memory.
+    The C function is ``int64_t call(x, tokens, stride, columns, W, b, y, rows, threads)``. x (tokens, columns) and y
+    (tokens, rows) are addresses of float32; `stride` is the distance of two tokens in x, in elements. Sizes are int64,
+    and threads is an int. It returns 0, or another number if it is out of memory.
+
+    address: address of the C function.
+    weight: W, in whatever dtype and layout the C function expects.
+    bias: b (rows,) float32; None is passed as NULL.
+    rows, columns: number of outputs and of inputs.
     """
 
     address: int
@@ -195,6 +201,9 @@ def shard_of(head: Head) -> VocabShard | None:
 
 
 def vocab_of(head: Head, device: torch.device) -> HashedVocab:
-    """Return the hashed token ids of a head's logits, for keyed noise."""
+    """Return the token ids of the columns of a head's logits, hashed once for all sampling of drafts.
+
+    The random numbers for sampling a draft are a hash of seed, position and token id, see `bateleur.eagle.noise`.
+    """
     shard, size = shard_of(head), head.spec.vocab_size
     return HashedVocab.of(shard or (size if head.target_ids is None else head.target_ids), device)

@@ -61,10 +61,11 @@ def bisect(
 
 @triton.jit
 def bracket_of(key_S, mass_S, tail, floor, ceiling, room, MASS: tl.constexpr, SAMPLES: tl.constexpr):
-    """Return both ends of a bracket of the sort key below which the samples have the weight `tail`.
+    """Return low and high end of a bracket: an interval of sort keys that probably contains a threshold.
 
-    The high end is the ceiling if at most `room` samples are above the low end. key_S, mass_S: as for `bisect`. Other
-    parameters: see the module.
+    The threshold is the sort key for which the samples below it have the total weight `tail`. A sample weighs its
+    probability mass if MASS is True, else 1. The high end is the ceiling if at most `room` samples are at or above the
+    low end. key_S, mass_S: as for `bisect`. Other parameters: see the module.
     """
     low, num_low, _, _ = bisect(key_S, mass_S, tail, _ERRORS, _FEW, floor, ceiling, MASS, SAMPLES)
     high = ceiling
@@ -117,8 +118,8 @@ def bracket_kernel(
 
     Grid (rows). Occupancy on sm_90: at least 1 block per SM.
     Reads the logits, stats_ptr (result of `stats_kernel`), the sampling parameters and the penalties. Writes the
-    largest logits to best_ptr (rows,), and the brackets to brackets_ptr (rows, COLUMNS); sets its other columns to 0,
-    in which `collect_kernel` sums.
+    largest logits to best_ptr (rows,), and the brackets to the first columns of brackets_ptr (rows, COLUMNS). Sets the
+    other columns of brackets_ptr to 0: `collect_kernel` adds numbers and masses of tokens to them.
     """
     row = tl.program_id(0).to(tl.int64)
     temperature, log_min_p, top_k, top_p, truncates = metadata_of(sampling_ptr, row, size)

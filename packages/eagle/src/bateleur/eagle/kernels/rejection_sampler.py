@@ -1,5 +1,6 @@
-"""The acceptance rule COUPLED in one pass over the logits: noise, argmax and NaN flag of every logit row, then the
-output of every request.
+"""Verification under the acceptance rule `Rule.COUPLED`, which accepts a draft if it equals the target's own sample.
+
+One pass over the logits computes noise, argmax and NaN flag of every logit row, then the output of every request.
 
 A program computes the noise of a tile only if an upper bound of its perturbed logits exceeds the best one so far. The
 bound needs no logarithm, so the two logarithms of the noise are computed for a few tiles of a row only. The result does
@@ -35,7 +36,11 @@ def fmix64(x):
 
 @triton.jit
 def row_words(seed, position):
-    """Return low and high word of the hashed key of a row; `position` may be the packed number of `noise.names`."""
+    """Return low and high word, uint32 each, of the hashed key of a row.
+
+    position: int64 that packs position, draft index and role, as `noise.names` returns it. It is the position itself if
+        draft index and role are 0.
+    """
     row = fmix64(fmix64(seed.to(tl.uint64, bitcast=True) + 0x9E3779B97F4A7C15) ^ position.to(tl.uint64, bitcast=True))
     return row.to(tl.uint32), (row >> 32).to(tl.uint32)
 
@@ -212,7 +217,7 @@ def coupled(
     greedy: bool = False,
     metadata: SamplingMetadata | None = None,
 ) -> RejectionOutput:
-    """Verify drafts under the acceptance rule COUPLED; same arguments and result as `bateleur.eagle.verify`.
+    """Verify drafts under `Rule.COUPLED`. The arguments and the result are those of `bateleur.eagle.verify`.
 
     Logits are contiguous in their last dimension, float32 or narrower, with at least one row. Greedy rows are detected
     on the device. Two launches, and the four of `truncation_thresholds` before them if rows may drop tokens.
@@ -234,7 +239,10 @@ def draw(
     vocab: HashedVocab,
     metadata: SamplingMetadata | None = None,
 ) -> SampledTokens:
-    """Sample in two launches, with the arguments and result of `bateleur.eagle.draw`; with `metadata`, of `sample`."""
+    """Sample one token per row in two launches, with the arguments and result of `bateleur.eagle.draw`.
+
+    metadata: if given, the logits are not processed yet, as for `bateleur.eagle.sample`.
+    """
     none = keys.seed.new_empty(len(logits), 0)
     output = _launch(logits, none, None, keys.seed, names(keys, role), temperature, vocab, metadata)
     return SampledTokens(output.tokens[:, 0], output.bad)
@@ -250,9 +258,11 @@ def _launch(
     vocab: HashedVocab | None,
     metadata: SamplingMetadata | None,
 ) -> RejectionOutput:
-    """Sample each logit row, and verify drafts (R, K) with the samples. seeds, first_position, temperature: see `Rows`.
+    """Sample each logit row, and verify drafts (R, K) with the samples. seeds, temperature: see `Rows`.
 
-    starts: `Rows.query_start_loc`; None if every request has one row, and first_position is then `noise.names`.
+    starts: `Rows.query_start_loc`; None if every request has one logit row.
+    first_position: see `Rows`. If `starts` is None, (R,) int64 that pack position, draft index and role, as
+        `noise.names` returns them.
     """
     if logits.stride(1) != 1:
         raise ValueError(f"logits: strides {logits.stride()} must be dense in the last dimension")

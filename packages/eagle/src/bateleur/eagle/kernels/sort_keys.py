@@ -61,7 +61,10 @@ def id_of(key):
 
 @triton.jit
 def mass_of(x, best):
-    """Return exp(x - best), a token's mass, in units of 2^-40, int64, with torch's bits. best: largest x of the row."""
+    """Return a token's probability mass exp(x - best) in units of 2^-40, int64. best: largest x of the row.
+
+    exp gives the same bits as torch's, so the result equals that of the PyTorch implementation.
+    """
     # A difference of large numbers may be infinite, and best - 100 may round to best. Halves are exact.
     below = tl.maximum(x * 0.5 - best * 0.5, -50.0) * 2.0
     if NATIVE:

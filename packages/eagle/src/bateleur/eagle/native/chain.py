@@ -42,7 +42,7 @@ class _Step(Struct):
 
 
 class NativeChain:
-    """Proposes all drafts under the acceptance rule COUPLED in one C call, equal to the torch passes up to rounding."""
+    """Proposes all drafts for `Rule.COUPLED` in one C call, equal to those of the torch passes up to rounding."""
 
     def __init__(self, head: Eagle3Head, cache: DraftCache, positions: int, longest: int, width: int) -> None:
         """positions: number of positions that the head has reserved. longest: most tokens of a sequence. width: K."""
