@@ -43,7 +43,7 @@ class EagleSpeculator:
         num_speculative_tokens: K, most drafts of a request.
         graphs: CUDA graphs that `capture` captures; None for none.
         rule: acceptance rule of the drafts. Under RATIO and BLOCK drafts are sampled with independent noise, and the
-            logits of all drafts that wait for verification are kept, max_num_reqs * K * Vd * 4 bytes.
+            logits of all drafts that wait for verification are kept: max_num_reqs * K * draft vocabulary * 4 bytes.
 
     Raises `ValueError` for inconsistent numbers.
 
@@ -165,13 +165,20 @@ class EagleSpeculator:
         x.hidden[: batch.num_tokens] = self.head.fuse(context.features)
 
     def _room(self, num_rows: int, num_drafts: int) -> Tensor:
-        """Return how many drafts of each row, at most `num_drafts`, have an index below `max_model_len`, (R, 1)."""
+        """Return how many drafts of each row fit into `max_model_len`: (R, 1) int64, at most `num_drafts`.
+
+        Draft i of a row is token `token_positions` + i of its sequence. The result is 0 or negative if none fits.
+        """
         positions_R1 = self.inputs.token_positions[:num_rows].unsqueeze(1)
         return (self.steps.max_seq_len - positions_R1).clamp_(max=num_drafts)
 
     @torch.no_grad()
     def warm_up(self, target: TargetState) -> None:
-        """Run all kinds of draft passes after a staged dummy step, so that no later step loads a kernel."""
+        """Run each kind of draft pass once, eagerly, so that no later step loads a kernel: passes that only store
+        keys and values, first passes and later passes, with and without noise.
+
+        target: a dummy step that the caller has staged in the target's buffers.
+        """
         first, batch = self._adopt(target, Phase.WARMUP), target.batch
         self._passes.store_kv(Execution(None, first))
         for greedy in (True, False):
@@ -194,12 +201,12 @@ class EagleSpeculator:
     ) -> None:
         """Capture the first draft pass over the target's captured states, and the later passes over their own states.
 
-        attn_states: captured states that the target's `capture` returned; they are `TargetState`.
+        attn_states: captured states that the target's `capture` returned; each state is a `TargetState`.
         keys: graph keys of the first pass; None means all that the target captured, () no first pass.
         keep_going: as for `CudaGraphManager.capture`.
 
         Raises `NotCaptured` for a key that the target has not captured, `BorrowError` if the target's metadata does not
-        fit, `CaptureError`, and `ValueError` without `graphs`.
+        fit, `CaptureError` if a capture fails, and `ValueError` if the speculator was made without `graphs`.
         """
         if self._graphs is None or self.decode is None:
             raise ValueError("graphs is None; a speculator that captures needs a DraftGraphs")
@@ -226,10 +233,12 @@ class EagleSpeculator:
     def record_proposal(self, key: BatchExecutionDescriptor, passes: ProposalPasses, context: DraftContext) -> Tensor:
         """Propose drafts inside a graph, after a step in which all N rows (padded) decode with equal query lengths.
 
-        Returns (N, K) int64 drafts, -1 where there is none. The host reads nothing between passes. Call
-        `inputs.note_rows(N)` after each replay.
+        Returns (N, K) int64 drafts, -1 where there is none; K is `num_speculative_tokens`. The host reads nothing
+        between passes. A replay writes N rows of the buffers `self.inputs`. Call `self.inputs.note_rows(N)` after each
+        replay, so that later eager steps clear the rows that they do not use.
 
-        key: graph key of the step, with the variant `(num_drafts,)`.
+        key: graph key of the step, with the number of drafts to propose, at most K, as its variant: `(num_drafts,)`.
+        passes: result of `stage_proposal`.
         context: tensors of N rows, at fixed addresses or made by the same graph; `rows` of padding are
             `max_num_reqs`.
         """
@@ -256,10 +265,13 @@ class EagleSpeculator:
         self, target: TargetState, now: int | None = None, phase: BuildPhase = BuildPhase.RUN, *, greedy: bool = False
     ) -> DraftState:
         """Return batch and metadata of a first pass: those of the target's step. For a target without attention the
-        metadata is built. now: as for `borrow_violations`.
+        metadata is built.
 
-        Rejected tokens are stored, too: attention requires that every position below `seq_lens` has been written. The
-        causal mask hides them from kept tokens, and the next token at their position overwrites them.
+        now: as for `borrow_violations`. phase: why metadata is built, if it is. greedy: see `DraftState`.
+
+        Keys and values of rejected tokens are stored in the head's KV caches, too: attention requires that every
+        position below `seq_lens` has been written. The causal mask hides rejected tokens from kept tokens, and the next
+        token at their position overwrites them.
         """
         batch, metadata = target.batch, target.attention
         if metadata is None:

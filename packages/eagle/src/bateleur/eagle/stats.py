@@ -16,7 +16,7 @@ FloatArray: TypeAlias = npt.NDArray[np.float64]
 class AcceptStats:
     """Counts of verified and accepted drafts, over all steps.
 
-    num_steps, num_plain: verified requests with and without drafts, summed over steps.
+    num_steps: number of requests with drafts, summed over steps. num_plain: the same for requests without drafts.
     num_drafts, num_accepted: verified and accepted drafts.
     tried, kept: (K,) int64, how often draft i was reached (all before it were accepted), and accepted.
     """
@@ -44,7 +44,9 @@ class AcceptStats:
 
     @property
     def mean_acceptance_length(self) -> float:
-        """Mean tokens that a request with drafts emits in a step: accepted drafts and one more. NaN without drafts."""
+        """Mean tokens that a request with drafts emits in a step: its accepted drafts and one more. NaN if no request
+        had drafts.
+        """
         return 1 + self.num_accepted / self.num_steps if self.num_steps else float("nan")
 
     @property
@@ -74,8 +76,8 @@ class AcceptanceEstimates:
     ) -> None:
         """prior: estimate before any observation, in (0, 1).
         strength: weight of the estimate of all requests, in observations of one request; above 0.
-        memory: number of newer observations of a request that reduce the weight of one to 1/e; at least 1. It is short,
-            because a text becomes easier or harder to predict.
+        memory: after this many newer observations of the same request, an observation has 1/e of its weight; at least
+            1. The default is small, because a text becomes easier or harder to predict.
         memory_of_all: about how many observations the estimate of all requests remembers; at least 1.
         """
         if not 0 < prior < 1:

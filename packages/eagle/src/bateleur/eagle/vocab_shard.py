@@ -1,8 +1,9 @@
 """Vocabulary-parallel sampling: each rank has a shard of the vocabulary, and all ranks agree on a token.
 
-Noise is keyed by token id, so each rank finds the best token of its own shard. The ranks then take the maximum of one
-8-byte number per row: the value in the upper half, as an integer of the same order, and the token id in the lower
-half, counted backwards. The maximum is the first maximum of all shards. NaN is larger than any value, as in `argmax`.
+Noise is keyed by token id, so each rank finds the best token of its own shard: the token with the largest value, which
+is its logit, plus noise unless the row is greedy. The ranks then all-reduce one 8-byte integer per row by maximum. Its
+upper half is the value, mapped to an integer so that integers compare as the values do. Its lower half is the token id,
+counted backwards, so the lowest id wins among equal values. NaN is larger than any value, as in `argmax`.
 
 Legend for shapes: N rows of logits, L tokens of a shard, V vocabulary.
 """
@@ -88,8 +89,8 @@ class VocabShard:
         return self.starts[-1]
 
     def reduce_argmax(self, value_N: Tensor, index_N: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the first maximum of all shards: token ids (N,) int64, and whether the row is bad, (N,) bool, as in
-        `SampledTokens`.
+        """Return the token id of the maximum over all shards, (N,) int64, and whether each row is bad, (N,) bool. Of
+        equal values the lowest id is returned. A row is bad if it holds NaN, or no value above -inf; its token id is 0.
 
         value_N: (N,) floating, no wider than float32: the maximum of this shard, NaN if the row holds one, -inf if no
             value is above -inf.
@@ -128,7 +129,9 @@ class VocabShard:
 
 
 def order_of(x: Tensor) -> Tensor:
-    """Map floats to int64 numbers of the same order, in the range of int32. Both zeros are equal; NaN is above inf."""
+    """Map floats to int64 numbers in the range of int32 that compare as the floats do. Both zeros get the same number;
+    NaN is above inf.
+    """
     x = x.float() + 0.0
     bits = x.view(torch.int32).masked_fill(x.isnan(), _NAN_BITS)
     return bits.bitwise_xor_((bits >> 31).bitwise_and_(0x7FFFFFFF)).long()

@@ -1,8 +1,8 @@
 """Values that the truncation kernels share: a token's sort key, its probability mass, and a row's parameters.
 
-The key of a token is an int64. Its upper bits are the logit over the temperature, as an integer of the same order. Its
-lower 24 bits are the id, counted from the end. So all keys of a row differ, and of equal logits the lowest id has the
-largest key.
+The key of a token is an int64. Its upper bits are the logit over the temperature, mapped to an integer so that integers
+compare as the floats do. Its lower 24 bits are the id, counted from the end. So all keys of a row differ, and of equal
+logits the lowest id has the largest key.
 
 Legend: L token ids (`lane_L`) of a tile. penalties, KIND: result and kind of `penalties_of`.
 """
@@ -35,7 +35,7 @@ def apply_temperature(row_ptr, lane_L, size, temperature, penalties, KIND: tl.co
 
 @triton.jit
 def order_of(x):
-    """Map a float to an int32 of the same order; both zeros are equal."""
+    """Map floats to int32 numbers that compare as the floats do; both zeros get the same number."""
     bits = tl.where(x == 0, 0.0, x).to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
