@@ -158,10 +158,10 @@ class MambaMetadataBuilder:
 
         Args:
             meta, common, group: result and arguments of `build`.
-            accepted: (R,) integer on the device, accepted tokens of each decode row, the first one included; ignored in
-                prefill rows and padded rows.
-            captured: whether a graph records the call, for decode batches; then nothing may depend on values on the
-                host.
+            accepted: (R,) integer on the device, accepted tokens of each decode row, counting the row's first token,
+                which is no draft; ignored in prefill rows and padded rows.
+            captured: whether a CUDA graph records the call. The method then reads no values of the batch on the host.
+                Use it only for decode batches without rows inside a prompt, because their rings are not emptied then.
         """
         if self.states is None or meta.request_row is None:
             return None

@@ -17,16 +17,20 @@ class MambaCacheMode(Enum):
 
 
 class StatePolicy(Enum):
-    """How a recurrent state is recovered if a step's draft tokens are rejected."""
+    """How a recurrent state is recovered if a step's draft tokens are rejected.
+
+    SLOTS keeps the state after every token of the step. FOLD keeps one saved state and the inputs of later tokens,
+    which takes less memory with drafts. Without drafts, SLOTS is usually faster.
+    """
 
     SLOTS = "slots"
-    """Keep the state after every token of the step, in 1 + K slots."""
+    """Keep the state after every token of the step, in 1 + K slots for K drafts."""
     FOLD = "fold"
     """Keep one saved state and a ring of later inputs. Only accepted inputs are folded into the state."""
 
 
 class PromptScan(Enum):
-    """Which kernels run a recurrence over prefills, if there are several."""
+    """Which kernels run a recurrence over prefills, if there are several: those of this package or of fla-core."""
 
     OWN = "own"
     """Kernels of `bateleur.mamba.ops`."""

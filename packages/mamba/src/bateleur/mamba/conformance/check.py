@@ -38,12 +38,13 @@ def check_recurrence(
     states are compared, and all other memory must keep its bits. Scans use several block and chunk sizes. Replays
     (decodes from a saved state and a ring of later inputs) run until rings of every length were read and every number
     of tokens was accepted. Folds (ring entries added to the saved state) end at the newest token, and at block
-    boundaries inside the last accepted tokens. Finally, requests share batches under both state policies, with the real
-    planners.
+    boundaries inside the last accepted tokens. Finally, requests share batches (chunked prefills, decodes, rejected
+    drafts) under the state policies SLOTS and FOLD. There, `bateleur.mamba.planners` choose the state slots, as in an
+    engine.
 
     Args:
-        spec: the recurrence; its policy and number of draft tokens are replaced. Use small, odd sizes, and float64 for
-            `conv_dtype` and `ssm_dtype` for the strictest comparison.
+        spec: the recurrence; its `policy` and `num_speculative_tokens` are replaced. Use small, odd sizes, and float64
+            for `conv_dtype` and `ssm_dtype` for the strictest comparison.
         step: step(params, channels (conv_dim,), gates, state) -> (y (*output_shape), state (*state_shape)), all float64
             on the CPU, without writing to its arguments. The state of a pure convolution has the shape (0,).
         drafts: maximum number of draft tokens of a step.

@@ -1,4 +1,4 @@
-"""Checks that requests in mixed batches with the real planners get the same outputs as alone."""
+"""Checks that requests in mixed batches, with state slots from the planners, get the same outputs as alone."""
 
 from __future__ import annotations
 

@@ -148,7 +148,12 @@ class _Run:
             each[:, request.row, self._places(request, first, end)] = torch.nan
 
     def _fold(self, requests: list[_Request], accepted: list[int]) -> set[str]:
-        """Add full rings and some others to saved states, completely or to a boundary; return names of tested cases."""
+        """Fold full rings, and others at random, into saved states; return the names of the cases that occurred.
+
+        accepted: number of tokens that each request accepted in this step. A fold takes all entries of a ring, or it
+            stops inside the accepted tokens, as at a block boundary (case "boundary"). It writes the slot that it reads
+            (case "in place") or another slot (case "elsewhere").
+        """
         done: set[str] = set()
         count, dst = [], []
         for request, a in zip(requests, accepted, strict=True):
@@ -189,9 +194,10 @@ class _Run:
                 self._check_page(request, n, slot, first, what)
 
     def _check_page(self, request: _Request, n: int, slot: int, first: int, what: str) -> None:
-        """Check the conv window and states that a fold of `n` ring entries wrote to `slot`, and update `request`.
+        """Check the page (conv window and states) that a fold of `n` ring entries wrote to `slot`; update `request`.
 
-        first: first copied entry of the request conv window. what: name of the fold in an error.
+        first: entry of the request's row of `request_conv` at which the copied window starts. what: name of the fold in
+            an error.
         """
         window = self.request_conv[:, request.row, first : first + self.conv.shape[2]]
         if not torch.equal(self.conv[:, slot], window):

@@ -69,7 +69,8 @@ def plan_fold(
     Args:
         layout, computed, query_lens, out: as in `plan_step`.
         plan: result of `plan_replay` for this step.
-        accepted: (R,) accepted tokens of the row, the first one included; clamped to [1, query_lens].
+        accepted: (R,) accepted tokens of the row, counting its first token, which is no draft; clamped to
+            [1, query_lens].
         flush: (R,) bool, decodes inside a prompt: their ring is emptied unless they pass a boundary, because the next
             prefill reads only the saved state. None means no row.
         scanned: (R,) bool, prefills: all their tokens are in the state that they wrote. None means no row.

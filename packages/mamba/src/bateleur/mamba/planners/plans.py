@@ -1,8 +1,8 @@
 """Results of the planners: int64 tensors on the device, one entry per row, that can be refilled in place.
 
 Legend: R rows (requests, and padded rows), K draft tokens, `computed` tokens of a request before the step
-(without rejected tokens), `accepted` accepted tokens of the request's previous step, the first one included
-(1 to 1 + K).
+(without rejected tokens), `accepted` accepted tokens of the request's previous step (1 to 1 + K), counting the step's
+first token, which is no draft.
 """
 
 from __future__ import annotations

@@ -90,8 +90,8 @@ def plan_copy(
         layout, table, computed, query_lens, out: as in `plan_step`.
         num_drafts: (R,) tokens of the row after its first, if the row wrote a state after each; 0 for a prefill, which
             wrote only its last state. A prompt's last tokens may run like drafts that are all accepted.
-        accepted: (R,) accepted tokens of the row, the first one included; clamped to [1, 1 + num_drafts], so values of
-            prefills and padded rows are ignored.
+        accepted: (R,) accepted tokens of the row, counting its first token, which is no draft; clamped to
+            [1, 1 + num_drafts], so values of prefills and padded rows are ignored.
         plan: result of `plan_step` for this step.
 
     Raises:

@@ -72,7 +72,7 @@ def conv_update_kernel(
     """Convolve the tokens of each decode, and write the conv window after them.
 
     Pointers: arguments of `ops.causal_conv1d_update` (starts: `query_start_loc`). Writes y and conv.
-    Grid (tiles of channels, requests + 1): the last programs zero the tokens of no request.
+    Grid (tiles of channels, requests + 1): the last programs zero the outputs of tokens after the last request.
     Occupancy on sm_90: at least 7 blocks per SM.
     """
     row = tl.program_id(1)
@@ -126,7 +126,11 @@ def causal_conv1d_update(
 
 @triton.jit
 def _find_row(starts_ptr, tile, num_rows, TILE: tl.constexpr, BLOCK_R: tl.constexpr):
-    """Return the row (request) of a tile, and the row's first tile. Row ``num_rows`` has the tokens of no request."""
+    """Return the row (request) of the tile with index ``tile``, and the index of the row's first tile.
+
+    Tiles of TILE tokens are numbered over all rows. Row ``num_rows`` stands for the tokens after the last request.
+    BLOCK_R: number of rows that are searched at once.
+    """
     row = -1
     first_tile = 0
     for begin in range(0, num_rows + 1, BLOCK_R):
@@ -148,7 +152,8 @@ def conv_kernel(
 ):  # fmt: skip
     """Convolve the tokens of all prefills, and keep copies of their initial windows.
 
-    Reads x, weight, bias, conv, starts (`query_start_loc`) and read; writes the outputs y and the window copies kept.
+    Reads x, weight, bias, conv, starts (`query_start_loc`) and read. Writes outputs to ``y_ptr``, and copies of windows
+    to ``kept_ptr``.
     Grid (requests + tiles of tokens, tiles of channels): the first programs copy windows, the others compute.
     Occupancy on sm_90: at least 3 blocks per SM.
     """
@@ -192,7 +197,8 @@ def window_kernel(
 ):  # fmt: skip
     """Write the conv window (last inputs) after each chunk and each request to its slot.
 
-    Reads x, the window copies kept, and the indices; writes conv (slots of chunks) and window (`request_conv`).
+    Reads x, the copies of windows ``kept_ptr`` (from `conv_kernel`), and the indices. Writes ``conv_ptr`` (slots of
+    chunks) and ``window_ptr`` (`request_conv`).
     Grid (chunks + requests with own conv window, tiles of channels). Occupancy on sm_90: at least 16 blocks per SM.
     """
     unit = tl.program_id(0)

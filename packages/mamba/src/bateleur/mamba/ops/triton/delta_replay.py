@@ -67,7 +67,9 @@ def replay_kernel(
     """Compute the outputs of each decode from its saved state and ring, and append its tokens to the ring.
 
     Pointers: arguments of `ops.delta_replay_update` (starts: `query_start_loc`). Writes o and the rings.
-    Grid (heads x tiles of values, requests + 1): the last programs zero the tokens of no request.
+    Grid (heads x tiles of values, requests + 1): the last programs zero the outputs of tokens after the last request.
+    ONE_TOKEN: ``max_query_len`` is 1. Key channels are arranged in LINES lines of LINE channels, decays in DECAY_LINES
+    lines of DECAY_LINE.
     Occupancy on sm_90: at least 8 blocks per SM.
     """
     TILES: tl.constexpr = (VALUE_DIM + BLOCK_V - 1) // BLOCK_V

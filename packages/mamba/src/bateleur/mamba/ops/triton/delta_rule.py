@@ -166,7 +166,7 @@ def update_kernel(
     """Run the recurrence over the tokens of each decode, and write the state after each token to its state slot.
 
     Pointers: arguments of `ops.delta_state_update` (starts: `query_start_loc`). Writes o and state.
-    Grid (heads x tiles of values, requests + 1): the last programs zero the tokens of no request.
+    Grid (heads x tiles of values, requests + 1): the last programs zero the outputs of tokens after the last request.
     Occupancy on sm_90: at least 7 blocks per SM.
     """
     TILES: tl.constexpr = (VALUE_DIM + BLOCK_V - 1) // BLOCK_V

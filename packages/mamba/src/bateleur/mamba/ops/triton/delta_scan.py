@@ -74,11 +74,14 @@ def pairs_kernel(
 ):  # fmt: skip
     """Compute the products of keys and queries with the keys of their tile, and the inverse of the triangular system.
 
-    Grid (chunks x tiles of tokens, heads). Reads pointers q to chunk_starts. Writes for each head and token: to
-    sum and rest, the sums of log decays up to the token and after it in the tile, (D,) each; to inverse and query, a
-    row (T,) of the inverse times beta, and of the weights of queries; to scale, the factors that normalize key and
-    query. Every sum of log decays is added up from its own tokens, because a difference of sums would lose digits after
-    a strong decay.
+    Grid (chunks x tiles of tokens, heads). Reads ``q_ptr`` to ``chunk_starts_ptr``. Writes for each head and token:
+
+    * ``sum_ptr``, ``rest_ptr``: sum of the log decays of the tile's tokens up to the token, and after it, (D,) each;
+    * ``inverse_ptr``, ``query_ptr``: its row (T,) of the inverse times beta, and its query's weights (T,) for keys;
+    * ``scale_ptr``: the factors that normalize its key and query, in the first two of four entries.
+
+    Every sum of log decays is added up from its own tokens, because a difference of sums would lose digits after a
+    strong decay.
     Occupancy on sm_90: at least 3 blocks per SM.
     """
     chunk, head = tl.program_id(0) // TILES, tl.program_id(1)
@@ -142,8 +145,9 @@ def walk_kernel(
 ):  # fmt: skip
     """Run the tiles of each request in order: compute outputs, and write the state after each chunk to its slot.
 
-    Reads pointers sum to query (from `pairs_kernel`) and arguments of `ops.delta_scan_varlen`; writes o and state.
-    Grid (heads x tiles of values, requests + 1): the last programs zero the tokens of no request.
+    Reads ``sum_ptr`` to ``query_ptr``, which `pairs_kernel` wrote, and arguments of `ops.delta_scan_varlen`. Writes
+    ``o_ptr`` and ``state_ptr``.
+    Grid (heads x tiles of values, requests + 1): the last programs zero the outputs of tokens after the last request.
     Occupancy on sm_90: at least 1 block per SM.
     """
     TILES: tl.constexpr = (VALUE_DIM + BLOCK_V - 1) // BLOCK_V

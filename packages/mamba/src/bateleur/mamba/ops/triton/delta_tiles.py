@@ -47,8 +47,9 @@ def takes_tiles(q: Tensor, k: Tensor, distances: dict[str, int], decays: int, ch
     """Return whether tiles of 64 tokens can be used: bfloat16, one decay per head, at most 128 key channels, chunks of
     more than 16 tokens, and keys and queries that begin at multiples of 16 elements. distances: see `token_distances`.
 
-    Unaligned keys and queries are not copied to shared memory ahead, so other matrices get the same addresses there.
-    For two matrix layouts at one address, ptxas 12.8 (Triton 3.6) makes wrong descriptors.
+    Triton does not prefetch unaligned keys and queries to shared memory, and then stores other matrices at the same
+    addresses there, in another layout. ptxas 12.8 (Triton 3.6) miscompiles products if matrices of two layouts share an
+    address.
     """
     begins = distances["Q_TOKEN"] | distances["K_TOKEN"] | q.stride(1) | k.stride(1)
     is_aligned = bool((begins | q.storage_offset() | k.storage_offset()) % 16 == 0)
@@ -116,13 +117,17 @@ def join_kernel(
     GROUP: tl.constexpr, KEY_DIM: tl.constexpr, TILES: tl.constexpr, TILE: tl.constexpr, BLOCK_K: tl.constexpr,
     INVERSE_PARTS: tl.constexpr, QUERY_PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Join the inverses of tiles of 16 tokens to the inverse T of a tile of 64, with the weights P of its queries.
+    """Join the inverses of tiles of 16 tokens to the inverse T of a tile of 64, and the weights P of queries for keys.
 
-    Grid (chunks x tiles of tokens, heads). Reads q, k, chunk_starts and the results of `pairs_kernel`
-    (block_inverse and block_query: its inverse and query). Writes rows of T to inverse and of P T to query, split into
-    bfloat16 parts. ``scale`` has the two factors of each token that normalize its key and query. They are replaced by
-    four: both times the decay from the start of the tile, the key's times the decay to the end of the tile, and the
-    decay of the tile.
+    Grid (chunks x tiles of tokens, heads). Reads q, k, chunk_starts and the results of `pairs_kernel`; its inverse and
+    query are ``block_inverse_ptr`` and ``block_query_ptr``. Writes the rows of T to ``inverse_ptr`` and those of P T to
+    ``query_ptr``, split into bfloat16 parts. ``scale_ptr`` has four entries per token. The kernel reads the first two,
+    the factors that normalize its key and query, and overwrites all four:
+
+    * 0, 1: key factor and query factor, each times the decay from the start of the tile to the token;
+    * 2: key factor times the decay from the token to the end of the tile;
+    * 3: decay of the whole tile.
+
     Occupancy on sm_90: at least 2 blocks per SM.
     """
     chunk, head = tl.program_id(0) // TILES, tl.program_id(1)
@@ -195,8 +200,9 @@ def walk_tiles_kernel(
 ):  # fmt: skip
     """Run the tiles of each request in order: compute outputs, and write the state after each chunk to its slot.
 
-    Reads pointers scale to query (from `join_kernel`) and arguments of `ops.delta_scan_varlen`; writes o and state.
-    Grid (heads x tiles of values, requests + 1): the last programs zero the tokens of no request.
+    Reads ``scale_ptr`` to ``query_ptr``, which `join_kernel` wrote, and arguments of `ops.delta_scan_varlen`. Writes
+    ``o_ptr`` and ``state_ptr``.
+    Grid (heads x tiles of values, requests + 1): the last programs zero the outputs of tokens after the last request.
     The strides of tokens are constants, so that the addresses of a tile need one register.
     Occupancy on sm_90: at least 1 block per SM.
     """

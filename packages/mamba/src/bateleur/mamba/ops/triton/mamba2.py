@@ -48,7 +48,7 @@ def update_kernel(
     """Run the recurrence over the tokens of each decode, and write the state after each token to its state slot.
 
     Pointers: arguments of `ops.selective_state_update` (starts: `query_start_loc`). Writes y and state.
-    Grid (heads x tiles of channels, requests + 1): the last programs zero the tokens of no request.
+    Grid (heads x tiles of channels, requests + 1): the last programs zero the outputs of tokens after the last request.
     Occupancy on sm_90: at least 8 blocks per SM.
     """
     TILES: tl.constexpr = (HEAD_DIM + BLOCK_P - 1) // BLOCK_P
@@ -160,7 +160,7 @@ def replay_kernel(
     """Compute the outputs of each decode from its saved state and ring, and append its tokens to the ring.
 
     Pointers: arguments of `ops.replay_update` (starts: `query_start_loc`). Writes y and the rings.
-    Grid (heads x tiles of channels, requests + 1): the last programs zero the tokens of no request.
+    Grid (heads x tiles of channels, requests + 1): the last programs zero the outputs of tokens after the last request.
     Occupancy on sm_90: at least 2 blocks per SM.
     """
     TILES: tl.constexpr = (HEAD_DIM + BLOCK_P - 1) // BLOCK_P

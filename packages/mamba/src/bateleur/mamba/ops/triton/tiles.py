@@ -158,8 +158,10 @@ def precision(dtype: torch.dtype, *, state: bool = False) -> str:
 
 @cache
 def state_tile(head_dim: int, entries: int) -> int:
-    """Return the number of head channels of a tile, at most `entries`: the largest power of two from 16 on that pads
-    `head_dim` by at most a quarter, or 16.
+    """Return the number of head channels of a tile: the largest power of two, at most `entries`, for which padding adds
+    at most a quarter to `head_dim`; at least 16.
+
+    entries: maximum number of channels of a tile, a power of two.
     """
     rows = max(16, min(entries, next_power_of_2(head_dim)))
     while rows > 16 and -(-head_dim // rows) * rows * 4 > head_dim * 5:
