@@ -13,8 +13,8 @@ from bateleur.metadata.step_inputs import BatchLimits, KVCacheGroup, StepRows
 
 
 class StepLengths(NamedTuple):
-    """Lengths of a step. ``upper``: (R,) upper bounds of sequence lengths after it. ``longest``: largest, 0 if none.
-    ``starts``: (R + 1,) index of each row's first token, then the token count.
+    """Lengths of a step. ``upper``: (R,) upper bounds of sequence lengths after the step. ``longest``: the largest of
+    them, 0 without rows. ``starts``: (R + 1,) index of each row's first token, then the token count.
     """
 
     upper: I32Array
@@ -111,10 +111,11 @@ def check_blocks(
 
 
 def used_table(table: I32Array, group: KVCacheGroup, lengths: StepLengths) -> I32Array:
-    """Copy the leading columns of a group's block table that this step may use: (R, columns).
+    """Copy the leading columns of a group's block table that this step may use: (R, columns) int32.
 
-    Columns after each row's last block become the null block. Kernels may read up to a bound, and stale ids there
-    would make them read blocks of other requests. Without slots the table is copied unchanged.
+    Columns after each row's last block become the null block. Kernels may read a row up to `max_seq_len`, the bound of
+    all rows, and stale ids there would make them read blocks of other requests. The table of a group whose
+    ``has_slots`` is False (recurrent states) is copied unchanged.
     """
     if not group.has_slots:
         return table.copy()

@@ -25,8 +25,9 @@ class Launch:
     Attributes:
         least, most: the launch handles requests of ``least`` to ``most`` tokens; ``most`` 0 means no limit.
         block_m, min_keys: M, lines of a tile, and fewest keys of a KV split.
-        num_items, first_item: items (one query tile with one KV split each); at least one is padding.
-        first_line: index of its first line among the partial outputs of all launches.
+        num_items, first_item: number of items (one query tile with one KV split each), at least one of them padding,
+            and index of the first one in the list.
+        first_line: index of the launch's first line among the partial outputs of all launches.
         options: tile sizes and launch options of the kernel.
     """
 
@@ -49,15 +50,17 @@ class WorkShape:
     :mod:`bateleur.metadata.kernels.work_list`.
 
     Attributes:
-        group: query heads of a key head.
+        group, num_kv_heads: query heads of a key head, and key heads.
         window: sliding window in keys, 0 for none.
         block_n: N, keys of a loop iteration; the largest of all launches, a multiple of each.
-        splits: number of KV splits per key head that hold the keys of all tiles of a launch, approximately. Fewer
-            tiles than this are split, so there is room for their joins.
+        splits: about this many KV splits per key head hold the keys of all tiles of a launch. Fewer than ``splits``
+            tiles have several splits and need a join, so ``splits`` joins per launch are enough.
         launches: one launch, or one for short and one for long queries.
-        num_items, num_lines: items, and lines of partial outputs, of all launches.
+        num_items, num_lines: number of items, and of lines of partial outputs, of all launches.
+        num_entries: number of items and joins of all launches.
         unsplit_keys: requests with at most this many keys are not split.
-        join_grid: joins, parts of a tile, key heads.
+        join_grid: launch grid of the join kernel: joins, parts of a tile, key heads.
+        join_options: tile sizes and launch options of the join kernel, see :func:`join_options`.
         work_sizes: integer arguments of the kernel that computes the list.
     """
 
@@ -107,18 +110,23 @@ def tile_options(
     converts: bool = False,
     long_queries: bool = False,
 ) -> dict[str, Any]:
-    """Return tile sizes and launch options for tiles of about ``tile_rows`` lines, at most 128 (two warp groups).
+    """Return tile sizes and launch options of the attention kernel, for tiles of about ``tile_rows`` lines.
 
-    float32 has no tensor cores of its precision, so its loop iterations are small. If a kernel ``converts`` keys of
-    another dtype, fewer registers are left to fetch keys ahead: one pipeline stage less above head dimension 128, and
-    a single stage in float32. Queries of 128 lines with head dimension 256 take 64 KiB, too much for a device with
-    ``shared_bytes`` (of shared memory per block) below 112 KiB, so tiles there have at most 64 lines above head
-    dimension 128.
+    BLOCK_M: lines of a tile, at most 128 (two warp groups), 32 in float32. It is at most 64 above head dimension 128 if
+    ``shared_bytes`` (shared memory per block) is below 112 KiB: 128 lines of head dimension 256 alone take 64 KiB.
 
-    ``long_queries``: all requests have more than MAX_SHORT_QUERY_LEN tokens. With 200 KiB of shared memory and a head
-    dimension up to 128, an iteration then takes twice as many keys, which rescales the sums half as often; with larger
-    heads it would spill registers. Short queries keep the N of a decode, so that a draft adds its keys in the same
-    order as a decoded token.
+    BLOCK_N: keys of a loop iteration, in [32, 128]: 8192 // BLOCK_D. If all requests have more than MAX_SHORT_QUERY_LEN
+    tokens (``long_queries``), 16384 // BLOCK_D, so that sums are rescaled less often. This needs 200 KiB of shared
+    memory, keys that are not converted, and a head dimension up to 128: larger heads would spill registers. Short
+    queries keep the value of decodes, so that a draft adds its keys in the same order as a decoded token. In float32,
+    which has no tensor cores of its precision, it is 16.
+
+    BLOCK_D: head dimension, padded to a power of two from 16 on.
+
+    num_stages: 3 pipeline stages, 2 in float32. If the kernel ``converts`` keys to the ``dtype`` of the queries, fewer
+    registers are left to fetch keys ahead: 2 stages above head dimension 128, and 1 in float32.
+
+    The other options are PRECISION (input precision of products), num_warps and enable_fp_fusion.
     """
     block_d = max(16, next_power_of_2(head_dim))
     full = dtype == torch.float32
@@ -139,9 +147,11 @@ def tile_options(
 
 
 def join_options(block_m: int, head_dim: int) -> dict[str, Any]:
-    """Tile sizes and launch options of a join, which adds up the partial outputs of a tile's splits. A thread loads 4 x
-    16 bytes at once. A tile of a decode has a few lines and up to some dozen splits, a tile of a prompt 128 lines and
-    a few splits.
+    """Return tile sizes and launch options of a join, which adds up the partial outputs of a tile's splits: BLOCK_L
+    lines and BLOCK_S splits at once, BLOCK_D (padded head dimension), num_warps and enable_fp_fusion.
+
+    A thread loads 4 x 16 bytes at once. A tile of a decode has a few lines and up to some dozen splits, a tile of a
+    prompt 128 lines and a few splits.
     """
     block_d = max(16, next_power_of_2(head_dim))
     block_l, lanes = (1, 2048) if block_m <= 32 else (8, 4096)  # float32 lanes at once

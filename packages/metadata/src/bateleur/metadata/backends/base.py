@@ -116,52 +116,57 @@ class AttentionBackend:
     """Base class of attention backends: a metadata builder and kernels over a paged KV cache.
 
     Block 0 of a cache is the null block. No request owns it, and its slot 0 stays zero. Other unused entries of the
-    cache may hold any value; they may be NaN unless ``needs_finite_cache``. Each class variable is
-    explained after its declaration.
+    cache may hold any value; they may be NaN unless ``needs_finite_cache``. A subclass sets ``name``, ``write``, and
+    ``kernel`` unless it overrides ``attend_cache``.
+
+    Attributes:
+        name: name for :func:`get_backend`.
+        graph_support: batches that its kernels may be captured for.
+        fuses_rotary: whether ``attend`` accepts ``rotary``. If not, the caller rotates queries and keys.
+        fuses_norm: whether ``attend`` accepts ``norm`` together with ``rotary``.
+        supports_sinks: whether ``attend`` accepts ``sinks``.
+        needs_finite_cache: whether masked keys and values must be finite, because the kernel multiplies them by a
+            weight of 0. The engine then zeroes a block before a request gets it, because its last owner may have left
+            NaN.
+        tolerates_loose_bounds: whether ``max_seq_len`` and ``max_query_len`` may be far above the true lengths. Kernels
+            captured with such bounds accept any batch of the captured number of rows and tokens, and are as fast.
+            Graphs of mixed batches may then contain the attention. Otherwise it runs eagerly between graph pieces.
+        dtypes: supported dtypes of queries, keys and values. A cache may always have the dtype of the queries.
+        kv_dtypes: other supported dtypes of caches. Keys and values are rounded when they are stored. Queries attend to
+            the rounded ones, also to those of their own step.
+        min_capability: lowest supported CUDA compute capability; None if no CUDA device is needed.
+        device: device of the buffers of its builders; set by :func:`get_backend`.
+        write: function that stores keys and values, called as :data:`bateleur.metadata.ops.write_kv`:
+            ``write(k, v, k_cache, v_cache, slot_mapping)``. If ``fuses_rotary``, called as ``rotate_and_write_kv``:
+            ``write(q, k, v, k_cache, v_cache, slot_mapping, cos, sin)``, with norm weights and epsilon only if
+            ``fuses_norm``. The keyword ``kv_scales`` is added for caches with scales.
+        kernel: function that returns attention over the cache, called as
+            :data:`bateleur.metadata.ops.paged_attention`.
     """
 
     name: ClassVar[str]
-    """Name for :func:`get_backend`."""
     graph_support: ClassVar[GraphSupport] = GraphSupport.ALWAYS
-    """Batches that its kernels may be captured for."""
     fuses_rotary: ClassVar[bool] = False
-    """Whether ``attend`` accepts ``rotary``. If not, the caller rotates queries and keys."""
     fuses_norm: ClassVar[bool] = False
-    """Whether ``attend`` accepts ``norm`` together with ``rotary``."""
     supports_sinks: ClassVar[bool] = True
-    """Whether ``attend`` accepts ``sinks``."""
     needs_finite_cache: ClassVar[bool] = False
-    """Whether masked keys and values must be finite, because the kernel multiplies them by a weight of 0.
-
-    The engine then zeroes a block before a request gets it, because its last owner may have left NaN.
-    """
     tolerates_loose_bounds: ClassVar[bool] = False
-    """Whether kernels accept any batch of a captured number of rows and tokens, and stay as fast if ``max_seq_len`` and
-    ``max_query_len`` are far above the true lengths. Graphs of mixed batches may then contain the attention.
-    """
     dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-    """Supported dtypes of queries, keys and values. A cache may always have the dtype of the queries."""
     kv_dtypes: ClassVar[tuple[torch.dtype, ...]] = ()
-    """Other supported dtypes of caches. Keys and values are rounded when they are stored. Queries attend to the rounded
-    ones, also to those of their own step.
-    """
     min_capability: ClassVar[tuple[int, int] | None] = None
-    """Lowest supported CUDA compute capability; None if no CUDA device is needed."""
     device = torch.device("cpu")
-    """Device of the buffers of its builders; set by :func:`get_backend`."""
     write: ClassVar[Callable[..., Any]]
-    """Stores keys and values, with the arguments of :data:`bateleur.metadata.ops.write_kv`, or of
-    ``rotate_and_write_kv`` if ``fuses_rotary``. Norm weights and epsilon are passed only if ``fuses_norm``.
-    """
     kernel: ClassVar[Callable[..., Any]]
-    """Attention over the cache, with the arguments of :data:`bateleur.metadata.ops.paged_attention`."""
 
     def builder(self) -> AttentionMetadataBuilder[PagedAttentionMetadata]:
         """Return a new metadata builder, for one or more KV-cache groups."""
         return PagedAttentionBuilder(self.graph_support)
 
     def unsupported_reason(self, config: LayerConfig) -> str | None:
-        """Return why the backend cannot serve a configuration, or None if it can."""
+        """Return why the backend cannot serve a configuration, or None if it can.
+
+        Checks ``config`` against the class attributes, and calls ``missing_requirement``, which subclasses override.
+        """
         head_dim, dtype, device, sliding_window, kv_dtype, sinks = config
         if sinks and not self.supports_sinks:
             return "attention sinks are not supported"
@@ -179,19 +184,22 @@ class AttentionBackend:
         return reason
 
     def missing_requirement(self, config: LayerConfig) -> str | None:
-        """Return the requirement of this backend that ``config`` does not meet, or None."""
+        """Return why ``config`` does not meet a requirement that no class attribute expresses, such as an installed
+        package; None if it meets all. Subclasses override it; call ``unsupported_reason`` instead.
+        """
         return None
 
     def build_work_list(
         self, meta: PagedAttentionMetadata, kv: KVCache, num_heads: int, sliding_window: int | None = None,
         dtype: torch.dtype | None = None,
     ) -> Tensor | None:  # fmt: skip
-        """Return the work list (query tiles with KV splits) for all layers with equal heads and windows, or None.
+        """Return the work list (query tiles with KV splits) for all layers with equal heads and windows. None if the
+        kernels use no list, which is the default.
 
-        A model calls it once per forward pass, before its layers, and passes the result to every ``attend``. A CUDA
-        graph records the call. Called only for backends with ``tolerates_loose_bounds``. Without a list, ``attend``
-        computes one if the backend needs it. kv: caches of one of the layers. num_heads: query heads. dtype: dtype of
-        the queries; None: the dtype of the caches.
+        If ``tolerates_loose_bounds``, a model calls it once per forward pass, before its layers, and passes the result
+        to every ``attend``. A CUDA graph records the call. Without a list, ``attend`` computes one if the backend needs
+        it. kv: caches of one of the layers. num_heads: query heads. dtype: dtype of the queries; None: the dtype of the
+        caches.
         """
         return None
 

@@ -57,9 +57,12 @@ class FlashInferMetadata(PagedAttentionMetadata):
     """Paged-attention metadata, and exact lengths of the R requests on the host for planning.
 
     Attributes:
-        key_lens, query_starts: on the host, int32: (R,) keys of each request, (R + 1,) its first token.
+        group: index of the KV-cache group.
+        key_lens: (R,) int32 on the host, number of keys of each request.
+        query_starts: (R + 1,) int32 on the host, index of the first token of each request, then the token count.
         shape: shape of the graphs that may replay the batch; None if it runs eagerly.
-        for_capture: the batch was staged for a graph capture or its warm-up, so it has the most tokens of its shape.
+        for_capture: whether the batch was staged for a graph capture or its warm-up. All its rows are then requests;
+            batches that replay the graph may have padded rows.
     """
 
     group: int
@@ -95,7 +98,9 @@ class PlanCache:
         self._workspaces: dict[torch.device, Tensor] = {}
 
     def wrapper(self, config: PlanConfig, meta: FlashInferMetadata) -> PlannedWrapper | None:
-        """Return the wrapper of ``config``. The wrapper of a graph is made at its capture; before, None is returned."""
+        """Return the wrapper of ``config``. The wrapper of a graph is made when the graph is warmed up or captured;
+        before that, returns None.
+        """
         if config not in self._wrappers:
             if config.shape is not None and not meta.for_capture:
                 return None
@@ -120,7 +125,9 @@ class PlanCache:
 
 
 class PlannedWrapper:
-    """One FlashInfer wrapper and the batch that it is planned for. `buffers`: plan buffers of graphs."""
+    """One FlashInfer wrapper and the batch that it is planned for. `buffers`: plan buffers of graphs by name; empty for
+    the wrapper of eager batches.
+    """
 
     def __init__(self, config: PlanConfig, workspace: Tensor, max_blocks: int) -> None:
         flashinfer: Any = import_module("flashinfer")

@@ -36,7 +36,8 @@ class NativeBackend(AttentionBackend):
     """Paged attention in C, with rotary embedding fused into the KV write: the default on a CPU with a compiler.
 
     The result of a query does not depend on other requests or on prompt chunking, bit for bit. ``attend`` rotates
-    ``q`` in place. Users select backends by name, so the operators have no ``dispatch.Implementations``.
+    ``q`` in place. The backend has operators of its own: those of :class:`TorchBackend` never call C, so that users can
+    select either backend by name.
     """
 
     name = "native"
