@@ -98,8 +98,9 @@ def _tokenised(prompts: Sequence[str | list[int]], checkpoint: Checkpoint) -> li
 class _AcceptanceStudy:
     """Runs the measurements of `explain` and collects them. Only one engine exists at a time.
 
-    settings: options of `LLM`. k: number of drafts per step. texts: prompt and output tokens of plain decoding for
-    every prompt, by temperature. problems: sentences for the conclusions.
+    settings: options of `LLM`. k: number of drafts per step. runs: counts of the runs so far. texts: prompt and output
+    tokens of every prompt by temperature, from decoding without drafts. problems: errors of the engine, as sentences
+    for `Explanation.conclusions`.
     """
 
     checkpoint: Checkpoint
@@ -119,14 +120,20 @@ class _AcceptanceStudy:
         return LLM(self.checkpoint.path, **(self.settings | overrides))
 
     def run_engine(self, name: str, **overrides: Any) -> bool:
-        """Run the engine with the head, and return whether it has CUDA graphs. name: name of the `Run` to record."""
+        """Run the engine with the head, and return whether it has CUDA graphs.
+
+        name: name of the `Run` to append to `runs`. overrides: options of `LLM` that replace those of `settings`.
+        """
         llm = self.load_engine(draft=self.draft, **overrides)
         for temperature in TEMPERATURES:
             self.generate(llm, temperature, name)
         return llm.engine.runner.graphs.manager is not None
 
     def generate(self, llm: LLM, temperature: float, name: str = "") -> list[list[int]]:
-        """Return prompt and output tokens of every prompt, drawn with one seed. name: of a `Run` to record, if any."""
+        """Generate with seed 0, and return prompt and output tokens of every prompt.
+
+        name: name of the `Run` to append to `runs`; "" appends none.
+        """
         counts = llm.get_metrics().acceptance
         assert counts is not None  # every engine here has a drafter
         tried, kept = counts.tried.copy(), counts.kept.copy()
@@ -138,7 +145,11 @@ class _AcceptanceStudy:
         return [[*output.prompt_token_ids, *output.outputs[0].token_ids] for output in outputs]
 
     def run_oracle(self) -> None:
-        """Run the engine with a drafter that knows the texts. Every draft must be accepted."""
+        """Run the engine with a drafter that knows the texts, and append the counts to `runs`.
+
+        A correct engine accepts every draft, and produces the same texts. If it does not, append a sentence to
+        `problems`. Up to half of the texts may differ because of rounding, except in float32.
+        """
         recorder = RecordingDrafter(self.k, self.checkpoint.spec.num_layers)
         llm = self.load_engine(drafter=recorder, draft_policy="fixed")
         for temperature, texts in self.texts.items():
@@ -160,7 +171,11 @@ class _AcceptanceStudy:
 
     @torch.inference_mode()
     def run_head_alone(self) -> Explanation:
-        """Run the head without an engine, on hidden states of the target's plain decoding. `explain` adds the runs."""
+        """Run the head without an engine, on hidden states recorded while the target decodes without drafts.
+
+        Returns the measurements of the head. `runs`, `causes` and `conclusions` are empty; `explain` fills them.
+        Sets `texts`, and appends one `Run` to `self.runs`. Raises ValueError if the outputs are too short for drafts.
+        """
         spec = self.checkpoint.spec
         recorder = RecordingDrafter(self.k, spec.num_layers)
         plain = {"enable_prefix_caching": False, "mamba_cache_mode": None, "mamba_retention": None}

@@ -17,8 +17,8 @@ _AGREEMENT = 0.93  # least ratio of tokens per step for two runs of one head to 
 _MIN_OUTSIDE = 0.05  # least share of the target's tokens outside the draft vocabulary to report
 
 ENGINE, EAGER, ALONE, ORACLE = "engine", "without graphs", "head alone", "all drafts right"
-"""Runs: the head in the engine, the same without CUDA graphs, the head on recorded texts, and a drafter that knows the
-text, in the engine."""
+"""Names of runs: the head in the engine, the same without CUDA graphs, the head without an engine on recorded texts,
+and the engine with a drafter that knows the texts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,11 +48,12 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class ConventionResult:
-    """Expected acceptance under one `Convention` (interpretation of the head), over all positions of the texts.
+    """Expected acceptance under one `Convention` (interpretation of the head's checkpoint), over all positions of the
+    texts.
 
-    name, cause: see `Convention`. from_tokens_alone: tokens per step with shuffled features. better: whether
-    `tokens_per_step` is significantly higher than under the convention that the checkpoint declares. uses_features:
-    whether it is significantly higher than `from_tokens_alone`.
+    name, cause: see `Convention`. from_tokens_alone: tokens per step if the hidden states that the head reads are
+    shuffled. better: whether `tokens_per_step` is significantly higher than under the convention that the checkpoint
+    declares. uses_features: whether `tokens_per_step` is significantly higher than `from_tokens_alone`.
     """
 
     name: str
@@ -65,7 +66,8 @@ class ConventionResult:
     @classmethod
     def of(cls, name: str, cause: str, accepted: Tensor, declared: Tensor, shuffled: Tensor) -> Self:
         """Create a result from expected numbers of accepted drafts at P positions, (P,) each. accepted: under this
-        convention. declared: under the checkpoint's. shuffled: under this one with shuffled features.
+        convention. declared: under the one that the checkpoint declares. shuffled: under this convention, with shuffled
+        hidden states.
         """
         tokens, alone = 1 + float(accepted.mean()), 1 + float(shuffled.mean())
         return cls(name, cause, tokens, alone, _exceeds(accepted, declared), _exceeds(accepted, shuffled))
@@ -82,10 +84,15 @@ def _exceeds(accepted: Tensor, other: Tensor) -> bool:
 class Explanation:
     """Measurements and causes of a low acceptance rate.
 
-    kind: kind of the draft head. conventions: the declared one first; drafts are sampled at temperature 0.8.
-    vocabulary_share: share of the target's tokens in the draft vocabulary, an upper bound of acceptance rates. causes:
-    some of bookkeeping (an error of the engine), features, norm, vocabulary and rollout (the head was trained on the
-    target's features only), most likely first. conclusions: sentences for the user.
+    kind: "eagle1", "eagle3" or "mtp". conventions: results under each interpretation of the checkpoint, the declared
+    one first; drafts are sampled at temperature 0.8. vocabulary_share: share of the target's tokens in the draft
+    vocabulary, an upper bound of acceptance rates. conclusions: sentences for the user.
+
+    causes: names of the causes, the most likely one first: "bookkeeping" (an error of the engine), "features" (the
+    config names the wrong hidden states of the target, or the wrong order of the head's inputs), "norm" (the config is
+    wrong about a hidden state being taken before or after a norm), "vocabulary" (the draft vocabulary lacks tokens of
+    the target's texts, or `d2t`, its map to target tokens, is misread), "rollout" (the head was trained on hidden
+    states of the target only, not on its own, so later drafts are poor).
     """
 
     draft: str
@@ -130,7 +137,9 @@ class Explanation:
 
 
 def conclude(facts: Explanation, problems: list[str]) -> Explanation:
-    """Add causes and conclusions, the most likely cause first. problems: problems found while running the engine."""
+    """Return `facts` with causes and conclusions, the most likely cause first. problems: errors of the engine, as
+    sentences.
+    """
     found = [("bookkeeping", problem) for problem in [*problems, *_engine_problems(facts)]]
     declared, share = facts.conventions[0], facts.vocabulary_share
     better = [each for each in facts.conventions if each.better and each.uses_features]
@@ -161,7 +170,9 @@ def conclude(facts: Explanation, problems: list[str]) -> Explanation:
 
 
 def _engine_problems(facts: Explanation) -> Iterator[str]:
-    """Yield problems shown by comparing runs of the same head with and without graphs, with and without the engine."""
+    """Yield errors of the engine, as sentences. They show as lower acceptance of the head with CUDA graphs than
+    without, or in the engine than alone.
+    """
     for run in facts.runs:
         eager = facts.run(EAGER, run.temperature)
         if run.name == ENGINE and eager and run.tokens_per_step < _AGREEMENT * eager.tokens_per_step:

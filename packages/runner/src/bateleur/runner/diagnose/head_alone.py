@@ -3,8 +3,8 @@
 Token p of a head's pass gets the target's feature (hidden state) at position p and token p + 1, and drafts
 token p + 2.
 
-Shapes: T positions of a text, P output positions at which drafting starts, K drafts, N keys of the text and of the
-passes, V vocabulary, H heads, D channels of a head.
+Shapes: T positions of a text, P output positions at which drafting starts, K drafts, V vocabulary, H heads, D channels
+of a head. N keys of an attention call: T of the text, and P of each draft pass so far.
 """
 
 import copy
@@ -28,9 +28,12 @@ H = TypeVar("H", Eagle3Head, MtpHead)
 class Convention:
     """One interpretation of a draft head's checkpoint.
 
-    cause: error of the checkpoint's config if drafts are better with this one: features, norm, vocabulary; "" for the
-    declared one. boundaries: layers whose inputs the head gets; `num_layers` is the last hidden state, `num_layers` + 1
-    that after the final norm.
+    If this interpretation gives better drafts than the one that the checkpoint declares, `cause` says what the
+    checkpoint describes wrongly: "features" (which hidden states the head reads, or their order), "norm" (whether a
+    hidden state is taken before or after a norm), or "vocabulary" (`d2t`, the map from draft to target tokens). It is
+    "" for the declared interpretation.
+    boundaries: target layers whose input hidden states the head reads; `num_layers` stands for the last layer's output,
+    and `num_layers` + 1 for this output after the final norm. head: the head with this interpretation applied.
     """
 
     name: str
@@ -40,7 +43,10 @@ class Convention:
 
 
 def conventions(head: Head, num_layers: int) -> list[Convention]:
-    """All interpretations of a head's checkpoint. The first is the one that the checkpoint declares."""
+    """Return all interpretations of a head's checkpoint. The first is the one that the checkpoint declares.
+
+    num_layers: number of layers of the target.
+    """
     needs, after_norm = head.spec.needs, num_layers + 1
     declared = (*needs.taps, after_norm) if needs.hidden else needs.taps
     found = [Convention("as declared", "", declared, head)]
@@ -95,8 +101,8 @@ def _respecified(head: H, **changes: object) -> H:
 
 @dataclass(frozen=True, slots=True)
 class RecordedText:
-    """A text of the target (prompt and output), and its features (hidden states) for T tokens, (T, width) by boundary
-    (see `Convention`).
+    """A text of the target (prompt and output), and hidden states (`features`) of its first T tokens: (T, width) by
+    layer, numbered as in `Convention.boundaries`.
     """
 
     tokens: list[int]
@@ -105,9 +111,10 @@ class RecordedText:
 
 
 class RecordingDrafter:
-    """A drafter that records the target's features, and proposes tokens of known texts. It waits for the device.
+    """A drafter that records hidden states of the target, and proposes tokens of known texts.
 
-    A request that begins like a text in the list `script` gets the rest of this text as drafts.
+    The caller sets `script`, a list of texts (prompt and output tokens). If all tokens of a request so far are the
+    beginning of such a text, the drafts are the next tokens of the text. Each `propose` synchronises with the device.
     """
 
     def __init__(self, num_speculative_tokens: int, num_layers: int) -> None:
@@ -125,7 +132,10 @@ class RecordingDrafter:
         self._chunks[row] = self._features_of_prompt[tuple(token_ids)] = {boundary: [] for boundary in self.keep}
 
     def propose(self, context: DraftContext) -> Tensor:
-        """Record the features of a step and return drafts from the known texts, see `Drafter.propose`."""
+        """Record the features of a step and return drafts from the known texts, see `Drafter.propose`.
+
+        Raises RuntimeError if the tokens that the engine reports contradict each other.
+        """
         starts, valid = context.batch.query_start_loc.tolist(), context.num_valid.tolist()
         next_token, emitted = context.next_token.tolist(), context.emitted.tolist()
         drafts = torch.full((len(valid), self.num_speculative_tokens), -1)
@@ -148,10 +158,12 @@ class RecordingDrafter:
 
 
 class DraftsByPosition(NamedTuple):
-    """Results of K drafts at each of P output positions of a text; (P, K) each. Drafts follow the text's own tokens.
+    """Results of K drafts from each of P output positions of a text; (P, K) each.
 
-    right: whether the most likely draft is the text's token. overlap: sum of min(p, q) over the probabilities of target
-    and draft, with which a sampled draft is accepted. known: whether a draft's position is before the text's last one.
+    Each draft is predicted as if the drafts before it had been the text's tokens.
+    right: whether the most likely draft is the text's token. overlap: probability that a sampled draft is accepted, the
+    sum of min(p, q) over the probabilities of target and draft. known: whether a draft's position is before the text's
+    last token; an engine does not draft the last token before the length limit.
     """
 
     right: Tensor
@@ -160,11 +172,11 @@ class DraftsByPosition(NamedTuple):
 
     @property
     def accepted(self) -> Tensor:
-        """Expected number of accepted sampled drafts, at each position whose next K tokens are all in the text."""
+        """Expected number of accepted sampled drafts from each output position whose K drafts are all `known`."""
         return self.overlap[self.known.all(1)].cumprod(1).sum(1)
 
     def steps(self) -> tuple[Tensor, Tensor]:
-        """Return how often draft i is reached and accepted in an engine's steps at temperature 0, (K,) int64 each."""
+        """Return how often an engine at temperature 0 would reach and accept each of the K drafts, (K,) int64 each."""
         prefix = (self.right & self.known).cumprod(1).bool()
         reached = self.known & torch.cat((torch.ones_like(prefix[:, :1]), prefix[:, :-1]), 1)
         step, starts = 0, []
@@ -185,8 +197,8 @@ def draft_by_position(
 ) -> DraftsByPosition:
     """Draft from every output position of a text, given the target's features and the text's tokens.
 
-    target_logits: maps n hidden states after the final norm to logits (n, V), V the vocabulary. shuffle: permute the
-    features, so that only tokens help.
+    target_logits: maps n hidden states after the final norm to logits (n, V), V the vocabulary. temperature: for the
+    probabilities of target and draft. shuffle: permute the features, so that only tokens help.
     """
     head, num_rows = convention.head, len(text.tokens) - 2
     hidden = head.fuse([text.features[boundary][:num_rows] for boundary in convention.boundaries])
@@ -213,8 +225,9 @@ def draft_by_position(
 
 
 class _BranchAttention:
-    """Attention of branches, which are drafts that start at each position of a text. A branch sees the text before it
-    and its own drafts. The first call for a layer is the pass over the text, each later call one pass of all branches.
+    """Attention of P branches. A branch is the sequence of drafts that starts at one position of a text; it sees the
+    text up to this position and its own drafts. The first call for a layer is the pass over the text, each later call
+    one draft pass of all branches.
     """
 
     def __init__(self, spec: HeadSpec, start_P: Tensor) -> None:
