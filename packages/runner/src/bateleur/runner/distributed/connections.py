@@ -27,7 +27,9 @@ class StartPhase(Enum):
 
 
 class Sign(IntEnum):
-    """Signs that a rank has failed, the most likely cause of the others first."""
+    """Signs that a rank has failed. If several ranks show signs, the rank whose sign is the first one in this enum has
+    most likely failed, and made the other ranks fail (`monitor.find_failure`).
+    """
 
     RAISED, EXITED, SILENT, STUCK, BROKEN_COLLECTIVE, WAITING = range(6)
 
@@ -81,20 +83,26 @@ class RankProcess:
 
 
 class Progress:
-    """What the thread that runs an engine does: the number of messages, and the time that the current one takes."""
+    """Records what the thread that runs an engine does, for the threads that monitor ranks.
+
+    The first rank sends each change of the engine to all ranks as a message (`engine.messages`), for example to run a
+    step. Recorded are the number of messages so far, and the start and the time limit of the current one.
+    """
 
     def __init__(self, since: float, limit: float) -> None:
-        """since: `time.monotonic` when the current message began, or infinite. limit: seconds that it may take."""
+        """since: `time.monotonic` when the work in progress began; infinite if there is none, so that no limit applies.
+        limit: seconds that this work may take.
+        """
         self._worker, self._since, self._limit, self._num_messages, self._idle = get_ident(), since, limit, 0, False
 
     def begin(self, limit: float) -> None:
-        """Record that the calling thread begins with a message, which may take `limit` seconds."""
+        """Record that the calling thread begins to process a message, which may take `limit` seconds."""
         self._worker, self._limit, self._idle = get_ident(), limit, False
         self._num_messages += 1
         self._since = time.monotonic()
 
     def wait_for_others(self) -> None:
-        """Record that this rank has finished its part, and waits for others."""
+        """Record that this rank has finished its part of the message, and waits for other ranks."""
         self._idle = True
 
     def end(self) -> None:
@@ -111,7 +119,11 @@ class Progress:
 
 
 class RankHeartbeat(Progress, Thread):
-    """Answers status requests about its creator's thread. Ends the process on timeout, or if the first rank is gone."""
+    """Thread that tells the first rank, on request, what the thread that created it does.
+
+    It ends the process if loading the model or processing a message takes longer than its time limit. It also does so
+    if the first rank is gone, unless `leave` is called within 5 s.
+    """
 
     def __init__(self, connection: RankConnection, limit: float) -> None:
         """limit: seconds that loading the model may take."""
@@ -121,7 +133,10 @@ class RankHeartbeat(Progress, Thread):
         self.start()
 
     def leave(self) -> None:
-        """Record that the first rank sends no more messages; this process goes on or exits by itself."""
+        """Record that the first rank has closed its connection for messages, and the process exits by itself.
+
+        When the status connection breaks, too, this thread then stops without ending the process.
+        """
         self._left.set()
 
     def fail(self, error: BaseException) -> None:
@@ -137,7 +152,7 @@ class RankHeartbeat(Progress, Thread):
             self._status.send(message)
 
     def run(self) -> None:
-        """Answer status requests until the first rank is gone."""
+        """Answer status requests until the first rank is gone, or a time limit has passed."""
         try:
             while True:
                 if self._status.poll(1.0):

@@ -27,7 +27,10 @@ class ExpertParallel:
         self.num_rows = 0  # P of eager passes, at least T of every rank; 0 if T is equal on all ranks, as in graphs
 
     def gather(self, x_TL: Tensor, weights_TK: Tensor, experts_TK: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """All-gather tokens (A, L), router weights (A, K) float32 and experts (A, K) int64; padding has expert -1."""
+        """Return the tokens (A, L), router weights (A, K) float32 and expert ids (A, K) int64 of all ranks.
+
+        Padding has expert -1.
+        """
         (num_tokens, width), top_k = x_TL.shape, weights_TK.shape[1]
         parts = weights_TK, (experts_TK + 1).int(), x_TL.contiguous()
         packed = torch.cat([each.view(torch.uint8) for each in parts], 1)
@@ -39,7 +42,10 @@ class ExpertParallel:
         return x.contiguous().view(x_TL.dtype), weights.contiguous().view(torch.float32), experts_AK
 
     def sum_parts(self, y_AL: Tensor, num_tokens: int) -> Tensor:
-        """Sum outputs of all ranks' experts for this rank's tokens: y_AL of all ranks' tokens to (num_tokens, L)."""
+        """Return the outputs of all experts for this rank's tokens, summed over the ranks: (num_tokens, L).
+
+        y_AL: weighted outputs of this rank's experts for the tokens of all ranks. num_tokens: tokens of this rank (T).
+        """
         parts = self.ranks.swap(y_AL.view(self.ranks.size, -1, y_AL.shape[1]))
         return parts[:, :num_tokens].sum(0)
 

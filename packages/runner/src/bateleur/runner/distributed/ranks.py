@@ -23,7 +23,8 @@ Range = tuple[int, int]  # first, and one after the last
 class Ranks:
     """The rank of this process, and collectives with the other ranks.
 
-    group: name of the process group, "" if alone. local: rank on this machine, and number of ranks on it.
+    group: name of the process group, "" if alone. local: pair of this process's local rank (its rank among those of
+    this machine) and the number of ranks on this machine.
     """
 
     rank: int = 0
@@ -41,12 +42,19 @@ class Ranks:
         return self.size == 1
 
     def device(self, device: torch.device) -> torch.device:
-        """Return the device of this rank: `device` with its index, or with several ranks the GPU of the local rank."""
+        """Return the device of this rank, with an index if it is a GPU.
+
+        With several ranks on GPUs, the index is the local rank. Otherwise it is that of `device`, by default that of
+        the current GPU.
+        """
         several = not self.alone and device.type == "cuda"
         return torch.device("cuda", self.local[0]) if several else indexed(device)
 
     def even(self, name: str, count: int) -> Range:
-        """Return the range of `count` items that this rank has. Raises ValueError with `name` if parts are unequal."""
+        """Return which of `count` items this rank has, as (first, end). All ranks have equally many.
+
+        Raises ValueError if `count` is not a multiple of the number of ranks. name: name of `count` in this error.
+        """
         if count % self.size:
             divisors = ", ".join(str(each) for each in range(1, count + 1) if count % each == 0)
             raise ValueError(f"tensor_parallel_size is {self.size}; it must divide {name} = {count}: {divisors}")
@@ -54,7 +62,11 @@ class Ranks:
         return self.rank * share, (self.rank + 1) * share
 
     def shared(self, name: str, count: int) -> Range:
-        """Like `even`, but with fewer items than ranks each rank gets one item, and several ranks get the same one."""
+        """Return which of `count` items this rank has, as (first, end). All ranks have equally many.
+
+        If there are fewer items than ranks, a rank has one item, which several ranks have. Raises ValueError unless
+        `count` is a multiple or a divisor of the number of ranks. name: name of `count` in this error.
+        """
         if count >= self.size:
             return self.even(name, count)
         if self.size % count:
@@ -64,7 +76,7 @@ class Ranks:
         return own, own + 1
 
     def about(self, count: int) -> Range:
-        """Return the range of `count` items that this rank has, in parts as equal as possible."""
+        """Return which of `count` items this rank has, as (first, end). Numbers of items differ by at most one."""
         return self.rank * count // self.size, (self.rank + 1) * count // self.size
 
     def sum_(self, x: Tensor) -> Tensor:

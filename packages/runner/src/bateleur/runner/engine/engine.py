@@ -235,7 +235,10 @@ class Engine:
         return launched
 
     def _schedule(self) -> StepBatch | None:
-        """Return the batch of the next step. Without one, take part in a step of other ranks, or wait for files."""
+        """Return the batch of the next step; None if no request can run now.
+        Without a batch, a data-parallel rank takes part in a step of the other ranks, if they have one. If they have
+        none, no step is in flight, and requests wait for prefixes from the disk tier, wait for these for up to 20 ms.
+        """
         runner, scheduler, in_flight = self.runner, self.scheduler, bool(self.registry.in_flight)
         if runner.proposer is not None:
             runner.proposer.plan()

@@ -78,8 +78,8 @@ class InputProcessor:
         lora_request: LoRARequest | None = None,
     ) -> RequestGroup:
         """Make a request. Raises ValueError, naming argument, value and rule, if it could never run.
-        params: None: `default_params`. kind: output kind; None: that of the parameters. taken: ids in use, which a new
-        id must differ from.
+        params: None means `default_params`. kind: output kind; None means that of the parameters. request_id: None
+        creates an id that is not in `taken`, the ids in use.
         """
         params = self.default_params if params is None else _checked_params("sampling_params", params)
         if request_id is not None:
@@ -120,8 +120,8 @@ class InputProcessor:
         priority: Sequence[int] | int | None = None,
         lora_request: OneOrMoreAdapters = None,
     ) -> list[RequestGroup]:
-        """Create a request for each prompt, see `request`. Parameters, priorities and adapters are one for all, or one
-        for each.
+        """Create a request for each prompt, see `request`. params, priority, lora_request: one value for all prompts,
+        or a list with one for each.
         """
         listed = as_prompts(prompts)
         params = self.default_params if params is None else params
@@ -138,7 +138,9 @@ class InputProcessor:
         return requests
 
     def follow(self, group: RequestGroup) -> None:
-        """Create the members of a request that the first rank has admitted, without checks."""
+        """Create the engine's requests of a group, one for each of its `n` continuations, in `group.members`.
+        Ranks other than the first call this for a group that they receive; the first rank has checked it (`request`).
+        """
         self._add_members(group, self._matchers(group.params, group.stop_token_ids, already_compiled=True))
 
     def _add_members(self, group: RequestGroup, matchers: Sequence[Matcher | None]) -> None:

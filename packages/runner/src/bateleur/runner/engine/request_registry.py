@@ -156,8 +156,9 @@ class RequestRegistry:
                 self._outputs.record_end(each)
 
     def take(self, request_ids: Container[str]) -> RequestOutput | None:
-        """Return the oldest queued output of these requests; None if there is none.
-        A request has at most one queued output. It is made now, so it contains the newest tokens.
+        """Return the output of the request that was queued first among these requests; None if none is queued.
+        A request is queued at most once. This call creates the output, so it includes tokens that the request got after
+        it was queued.
         """
         name = next((name for name in self._undelivered if name in request_ids), None)
         return None if name is None else self._take_one(name)

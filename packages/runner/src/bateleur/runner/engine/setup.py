@@ -143,8 +143,10 @@ def _open(config: ModelConfig) -> tuple[Checkpoint, Tokenizer]:
 
 @dataclass(frozen=True, slots=True)
 class _CacheSizes:
-    """Chooses the cache sizes of an engine. made: makes the setup from the fields that depend on the caches. ranks:
-    all ranks. data: the same under data parallelism, else `ALONE`.
+    """Chooses the cache sizes of an engine.
+    made: creates the setup, given its fields that depend on cache sizes (cache_plan, limits, drafter, host, disk).
+    ranks: all ranks of the engine, which get equal sizes. data: equal to `ranks` if they are data-parallel, else
+    `ALONE`.
     """
 
     made: Callable[..., EngineSetup]

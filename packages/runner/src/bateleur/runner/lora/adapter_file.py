@@ -36,10 +36,15 @@ LowRank = tuple[Tensor, Tensor]
 def read_adapter(
     folder: Path, names: Names, shapes: Mapping[str, tuple[int, ...]], prefixes: Prefixes, max_rank: int
 ) -> dict[str, LowRank]:
-    """Return the matrices A and B of each adapted projection, by the name of its weight: `layers.0.qkv_proj`.
+    """Return the matrices A (rank, columns) and B (rows, rank), float32, of each projection that the adapter changes.
 
-    If a projection joins several modules (q, k and v), each has its own rows of A and columns of B. names, prefixes:
-    `names` and `other_prefixes` of the `Checkpoint`. shapes: shape of every weight of the whole model, by name.
+    They are keyed by the name of the projection's weight, such as `layers.0.qkv_proj`. B is already multiplied by the
+    module's scale, such as `lora_alpha / r`. If a projection joins several modules (q, k and v), each module has its
+    own rows of A and columns of B, so `rank` is the sum of their ranks.
+
+    names: `Checkpoint.names`, which maps tensor names of the checkpoint to the model's weights, or to rows of them.
+    shapes: shape of every weight of the whole model, by name. prefixes: `Checkpoint.other_prefixes`, pairs (prefix of
+    tensor names in some files, prefix in `names`). max_rank: largest rank of one module.
     Raises ValueError if the folder is no adapter that fits the model (all problems are listed).
     """
     config_file, weights_file = folder / CONFIG, folder / WEIGHTS
@@ -70,7 +75,10 @@ def read_adapter(
 
 
 def _read_modules(file: Path, prefixes: Prefixes) -> tuple[dict[str, dict[str, Tensor]], dict[str, str], list[str]]:
-    """Return `A` and `B` of each module, each module's name in the file, and errors. prefixes: see `read_adapter`."""
+    """Return, by module: its matrices under "A" and "B", and its name in the file. Also return errors, as sentences.
+
+    prefixes: see `read_adapter`.
+    """
     modules: dict[str, dict[str, Tensor]] = {}
     stored: dict[str, str] = {}
     problems: list[str] = []
@@ -93,7 +101,10 @@ def _read_modules(file: Path, prefixes: Prefixes) -> tuple[dict[str, dict[str, T
 
 
 def _joined(found: Sequence[tuple[WeightPart, Tensor, Tensor]], rows: int) -> LowRank:
-    """Join A and B of all modules of one projection. The rows of B are in the order of the weight, which has `rows`."""
+    """Join A and B of all modules of one projection. The rows of B are ordered as the rows of the projection's weight.
+
+    found: (rows of the weight, A, B) for each module. rows: number of rows of the weight.
+    """
     a = torch.cat([each for _, each, _ in found])
     b, lane = torch.zeros(rows, len(a)), 0
     for part, low, high in found:

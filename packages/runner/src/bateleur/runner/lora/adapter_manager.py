@@ -81,7 +81,10 @@ class AdapterPool:
         return self.token_slots[:num_tokens].copy_(staged, non_blocking=True)
 
     def poison(self) -> None:
-        """Set the last adapter slot for all tokens (wrong for most), so that checks find graphs that read old slots."""
+        """Set the slot of all tokens to the highest adapter slot, which is wrong for most of them.
+
+        `stage` must overwrite it before each step. So checks find steps that read slots of an earlier step.
+        """
         self.token_slots.fill_(self.num_slots)
 
     def fill(self, slot: int, matrices: Mapping[str, LowRank]) -> None:
@@ -207,10 +210,11 @@ class AdapterManager:
         return [each.digest for each in known]
 
     def assign(self, waiting: Sequence[str]) -> list[int]:
-        """Give slots to requests that wait, first come, first served. Returns the slot of each; 0 if it still waits.
+        """Give slots to waiting requests, first come, first served. Returns the slot of each; 0 if it still waits.
 
-        waiting: adapter name of each request, in service order. After the first request that must still wait, requests
-        of the least recently used adapter with a slot wait, too. So its slot becomes free, and none waits forever.
+        waiting: adapter name of each request, in service order. If a request gets no slot, the requests after it in
+        this order get none either if they use the least recently used adapter that has a slot. So no new requests use
+        this adapter, its slot becomes free when its running requests end, and no request waits forever.
         """
         slots, blocked = list[int](), False
         for name in waiting:
