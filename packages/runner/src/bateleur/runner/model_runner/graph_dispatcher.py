@@ -166,9 +166,10 @@ class GraphDispatcher:
             self.sync = DataParallelSync(exchange, self.dispatcher, () if manager is None else manager.ready)
 
     def capture_draft(self, drafter: EagleSpeculator) -> None:
-        """Capture the passes of a draft head, for each captured graph of the target, and warn as `capture` does.
-        If one graph can hold a whole proposal, `ProposalGraphs` captures the passes after decodes instead. Without
-        graphs of the target, the head runs eagerly.
+        """Capture the first draft pass after each captured graph of the target, and the later draft passes. A pass
+        whose capture fails runs eagerly, with a warning. Without graphs of the target, all draft passes run eagerly.
+        If one graph can hold all passes of a proposal (`drafter.fuses_proposals`), first passes after uniform decode
+        steps are left out here: `ProposalGraphs` captures whole proposals for these steps.
         """
         if self.manager is None or not self.manager.states or drafter.decode is None:
             return

@@ -41,10 +41,10 @@ StagedStep = StagedBatch[StepContext]
 
 class _Built(NamedTuple):
     """Metadata of the recurrent layers, stored to be reused by the next steps.
-    batch_id: identity of the batch, see `StepRows`. padded: its numbers of requests and tokens with padding, which
-    follow other data-parallel ranks. written: counts of clears and writes of the block table when the metadata was
-    built. longest: length in tokens of the longest request for which it is valid. repeats: whether the current step
-    reuses it.
+    batch_id: identity of the batch, see `StepRows`. padded: numbers of requests and tokens of the batch with padding;
+    data-parallel ranks pad to a common size, so the numbers can change while the batch stays the same. written: counts
+    of clears and writes of the block table when the metadata was built. longest: the metadata is valid while no request
+    is longer than this many tokens. repeats: whether the current step reuses the metadata.
     """
 
     batch_id: object
@@ -225,7 +225,7 @@ class ModelState:
     def commit(self, context: StepContext, num_valid: Tensor | None, *, captured: bool = False) -> None:
         """Commit the recurrent states of a step, without rejected drafts, and store states at block boundaries.
         num_valid: (R,) int64 on the device, number of tokens of each request that stay; None for all. captured: whether
-        a graph captures this call; all requests of the graph's steps decode.
+        a CUDA graph captures this call; only allowed for steps in which all requests decode.
         """
         if self._mamba is None or self.caches.pool is None:
             return

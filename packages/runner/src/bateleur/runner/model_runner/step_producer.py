@@ -30,7 +30,8 @@ class StepProducer:
 
     def stage(self, key: BatchExecutionDescriptor, phase: Phase) -> StagedStep:
         """Stage a dummy batch that fills graph `key`, with null blocks.
-        Captures and their warm-up get the length of the longest request as upper bound, which covers any replay.
+        For captures and their warm-up, the upper bound of sequence lengths is `max_model_len`, so the captured graph is
+        valid for every later step.
         """
         limits = self.buffers.limits
         num_reqs = min(key.num_tokens, limits.max_num_reqs) if key.num_reqs is None else key.num_reqs

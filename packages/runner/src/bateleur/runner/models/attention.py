@@ -16,7 +16,7 @@ from bateleur.runner.models.spec import AttentionLayer, LatentLayer
 class CachedAttention(ResidualBranch):
     """A residual branch whose keys and values are written to a paged KV cache.
 
-    norm: norm of queries and keys. sinks: score of each head's attention sink.
+    norm: norm of queries and keys; None without one. sinks: score of each head's attention sink; None without sinks.
     """
 
     norm: HeadNorm | None = None
@@ -58,7 +58,11 @@ def kv_scales_of(layer: AttentionLayer, device: torch.device) -> Tensor | None:
 
 
 class Attention(CachedAttention):
-    """Grouped-query attention. One projection computes gates, queries, keys and values."""
+    """Grouped-query attention. One projection computes queries, keys and values.
+
+    If `spec.gated`, the projection also computes a gate for each element of the attention output (T, H, D). The output
+    is multiplied by the sigmoid of the gate before the output projection.
+    """
 
     def __init__(self, spec: AttentionLayer, like: Tensor, index: int, rope: int) -> None:
         """index: index of the KV cache. rope: index of the RoPE in `LayerStep.rotary`. like: see `ResidualBranch`."""
@@ -77,7 +81,7 @@ class Attention(CachedAttention):
             self.norm = HeadNorm(spec.head_dim, spec.qk_norm_eps, like)
 
     def weights(self) -> dict[str, Tensor]:
-        """Return the tensors to load, by weight name. The first rows of `qkv_proj` compute the gates."""
+        """Return the tensors to load, by weight name. If `spec.gated`, the gates come first in `qkv_proj`."""
         norms = {} if self.norm is None else {"q_norm": self.norm.q, "k_norm": self.norm.k}
         return super().weights() | norms
 

@@ -17,8 +17,10 @@ from bateleur.runner.distributed.ranks import ALONE, Ranks
 class StepContext:
     """Metadata and caches of one step, read by all layers.
 
-    Caches of each layer are keys and values (`kv`), convolution window and recurrent state (`states`), and inputs of
-    the latest tokens (`rings`).
+    `kv` has the keys and values of each attention layer, `states` the convolution window and the state of each
+    recurrent layer. Under state policy FOLD, states are not written at every step; `rings` then has the recurrence's
+    inputs for the tokens since the last written state. `mamba_batch` is `mamba`, split into decodes and prefills once
+    for all recurrent layers. `adapters` has the LoRA slot of each token.
     """
 
     batch: CommonAttentionMetadata
@@ -32,11 +34,11 @@ class StepContext:
     states: Sequence[tuple[Tensor, Tensor | None]]
     """Convolution windows and states by recurrent layer, as `StatePool.layer` returns them."""
     rings: Sequence[Rings | None]
-    """Rings (last tokens' inputs) and conv windows by recurrent layer; None if states are written at every step."""
+    """Rings and conv windows by recurrent layer; None if states are written at every step."""
     adapters: Tensor | None = None
     """(T,) int32: LoRA slot of each token; None without adapters."""
     mamba_batch: MixerBatch | None = field(init=False)
-    """The requests of `mamba`, prepared once for all recurrent layers."""
+    """None for a model without recurrent layers."""
 
     def __post_init__(self) -> None:
         rows = None if self.mamba is None else MixerBatch.of(self.mamba)

@@ -60,7 +60,7 @@ class HybridDecoder:
         self.ranks = ranks
         self._tokens = ranks.about(spec.vocab_size)
         self.shard = ranks.vocab_shard(spec.vocab_size)
-        """The tokens that `logits` are of; None for the whole vocabulary."""
+        """This rank's part of the vocabulary, for which it computes `logits`; None for the whole vocabulary."""
         self._multiplier = spec.embedding_multiplier
         if spec.rounds_multiplier:
             self._multiplier = torch.tensor(self._multiplier, dtype=dtype).item()
@@ -137,9 +137,10 @@ class HybridDecoder:
         return {name: each for name, each in named if isinstance(each, Projection) and is_adaptable(name)}
 
     def pack(self, *, recorded: bool = False) -> None:
-        """Store the loaded matrices in faster CPU layouts, see `Projection.pack`.
+        """Store the loaded matrices in layouts with faster CPU products. Matrices on a GPU stay as they are.
 
-        recorded: whether CUDA graphs will be captured.
+        recorded: whether graphs will be captured over the model; on a CPU, the backend "recorded" emulates CUDA graphs.
+        Layouts that such graphs do not support are then not used, see `Projection.pack` and `GroupedProjection.pack`.
         """
         for projection in self.projections:
             projection.pack(recorded=recorded)

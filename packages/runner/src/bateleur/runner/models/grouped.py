@@ -16,9 +16,10 @@ from bateleur.runner.models.quantized import QuantizedMatrix, Scheme, quantized_
 
 _ALIGNED_BYTES = 16
 _MOST_GROUPS = 1023
-"""What torch's grouped product refuses, as its source has it: rows off that alignment, more groups than that."""
+"""Limits of torch's grouped product, from its source: alignment of rows in bytes, and number of groups."""
 _GENERATIONS = (9, 10)
-"""Of GPUs, that torch has a kernel for; for others (Ampere, Ada, consumer Blackwell) it copies the ends to the host."""
+"""Major compute capabilities for which torch has a kernel. On other GPUs (Ampere, Ada, consumer Blackwell) torch's
+grouped product copies `group_ends` to the host."""
 
 
 Product = Callable[[int, Tensor], Tensor]
@@ -31,7 +32,11 @@ def masked_products(x: Tensor, weight: Tensor, group_ends: Tensor) -> Tensor:
 
 
 def _masked(y: Tensor, x: Tensor, group_ends: Tensor, product: Product) -> Tensor:
-    """Return y (S, N) with each row set to its row of `product(e, x)` for its group e. Computes it for all groups."""
+    """Return a copy of y (S, N) in which row s of group e is replaced by row s of `product(e, x)`.
+
+    Rows after the last group keep the values of y. The product of all rows is computed for every group, and a mask
+    selects the rows, so that the host does not read `group_ends`. Arguments: see `grouped_product`.
+    """
     rows_S1 = torch.arange(x.shape[0], device=x.device).unsqueeze(1)
     for e in reversed(range(len(group_ends))):  # a row belongs to the first group that ends after it
         y = torch.where(rows_S1 < group_ends[e], product(e, x), y)
@@ -39,7 +44,11 @@ def _masked(y: Tensor, x: Tensor, group_ends: Tensor, product: Product) -> Tenso
 
 
 def _by_group(y: Tensor, x: Tensor, group_ends: Tensor, product: Product) -> Tensor:
-    """Do `_masked` in place, with only a group's rows in a product. CPU only: it reads `group_ends` on the host."""
+    """Write the product of each group's rows to the same rows of y (S, N), in place, and return y.
+
+    Unlike `_masked`, it passes only the rows of the group to `product`, and needs the numbers of `group_ends` on the
+    host. So it is used only on a CPU.
+    """
     start = 0
     for e, end in enumerate(group_ends.tolist()):
         if start < end:
@@ -113,7 +122,7 @@ class GroupedProjection:
         self.dtype, self._device = weight.dtype, device or weight.device
         self._packed: list[Projection] = []
         self.quantized: QuantizedMatrix | None = None
-        """W as codes and scales, and nothing else then; None if it is plain."""
+        """W as codes and scales, which replace `stored`; None if W is plain or packed."""
         self.bias: Tensor | None = None
 
     def __call__(self, x: Tensor, group_ends: Tensor) -> Tensor:
@@ -167,7 +176,11 @@ class GroupedProjection:
         self.stored = None
 
     def pack(self, *, recorded: bool = False) -> None:
-        """Pack the matrices if that is faster, but not for CUDA graphs (`recorded`), which read ends on the device."""
+        """Pack the matrices if that is faster on this device.
+
+        recorded: whether graphs will be captured over the projection. Then nothing is packed, because products with
+        packed matrices read `group_ends` on the host, which a captured graph cannot do.
+        """
         if self._packed or recorded:
             return
         if self.quantized is not None:

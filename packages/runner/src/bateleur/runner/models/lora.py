@@ -29,8 +29,9 @@ _UNADAPTED = ("router_proj", "shared_gate_proj", "latent_in_proj", "latent_out_p
 def is_adaptable(weight: str) -> bool:
     """Return whether a LoRA adapter may change the weight of this name.
 
-    It may if it is a layer's projection, except routers, shared gates and latents of experts. Callers exclude the
-    experts' own matrices, because these have the names of an MLP's.
+    It may change projections of layers (`layers.*_proj`), with three exceptions in layers of experts: the router, the
+    gate of the shared expert, and the projections between the hidden size and the experts' own width (`latent_in_proj`,
+    `latent_out_proj`). Callers must exclude the experts' up and down projections: their names are those of an MLP.
     """
     name = weight.rpartition(".")[2]
     return weight.startswith("layers.") and name.endswith("_proj") and name not in _UNADAPTED

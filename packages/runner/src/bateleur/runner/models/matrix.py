@@ -37,7 +37,7 @@ class Projection:
         self.lora: LoraWeights | None = None
         """Low-rank matrices of adapters, if any may be used."""
         self.pieces: tuple[Rows, ...] = ()
-        """Rows of a quantised W, which is not kept otherwise; () if W is plain."""
+        """Consecutive ranges of rows of a quantised W, which replace `stored`; () if W is not quantised."""
 
     def __call__(self, x: Tensor, adapters: Tensor | None = None) -> Tensor:
         """Return (T, rows) for x (T, columns). adapters: (T,) int32 adapter slot of each token; None for none."""
@@ -137,13 +137,16 @@ class Projection:
     def pack(self, *, recorded: bool = False) -> None:
         """Replace the weight by a layout with faster CPU products, if there is one.
 
-        With a C compiler, our C kernels multiply float32 and bfloat16 (`native`). Without, oneDNN multiplies float32;
-        the BLAS needs up to three times as long for more than one token (`benchmarks/layout.py`). With C kernels or
-        oneDNN (with AVX-512), the bits of a token do not depend on the batch; the BLAS rounds by the number of tokens.
-        oneDNN's matrix has no address. The C kernels' layout stores float32 numbers that bfloat16 can represent, as in
-        most checkpoints, in half of the memory, with equal products.
+        With a C compiler, our C kernels multiply float32 and bfloat16 (`native`). Their layout stores float32 weights
+        in half of the memory if bfloat16 represents them exactly, as in most checkpoints; products are the same.
+        Without a C compiler, oneDNN multiplies large float32 matrices. Other matrices stay as they are, for torch's
+        BLAS, which takes up to three times as long as oneDNN for more than one token (`benchmarks/layout.py`).
 
-        recorded: CUDA graphs will be captured over the projection; then oneDNN is not used.
+        With C kernels, or oneDNN with AVX-512, a token's result has the same bits in every batch. With the BLAS, its
+        rounding depends on the number of tokens.
+
+        recorded: whether graphs will be captured over the projection. Then oneDNN is not used, because its packed
+        matrix has no data pointer, which graphs need.
         """
         self.pieces = tuple(each.packed(self.dtype, recorded) for each in self.pieces)
         if self.stored is None:

@@ -21,7 +21,10 @@ from bateleur.runner.models.operators import operator
 
 
 class Layout(StrEnum):
-    """Memory layout of codes: FP8, INT8, INT4, NVFP4 (F4), MXFP4. Low nibbles are even columns, high ones the next."""
+    """Memory layout of codes: FP8 (F8), INT8 (I8), INT4 (I4), NVFP4 (F4), MXFP4 (MX4).
+
+    If a byte has two codes, the low 4 bits are the code of an even column, the high 4 bits that of the next column.
+    """
 
     F8 = "F8"
     """(N, K) uint8, the bits of float8 e4m3."""
@@ -48,20 +51,20 @@ _TILE = 1 << 20
 class Scheme:
     """Describes how a matrix is quantised: code layout, scale groups, zero points. Rows with one scheme can be stacked.
 
-    `group` consecutive columns have a common scale; the first group lacks its first `start` columns, or a table has
-    the group of each column (`indexed`). `divides`: whether F4's scales are divided by row factors, not multiplied.
+    In each row, `group` consecutive columns have a common scale. Column k belongs to group `(start + k) // group`, so
+    the first group has `start` columns fewer, as after cutting a matrix within a group. If `indexed`, a table
+    (`QuantizedMatrix.index`) gives the group of each column instead.
+    zeros: whether each group has a zero point. divides: for NVFP4 (F4), whether the scales of a row are divided by the
+    factor of the row; if not, they are multiplied by it. scale_dtype: uint8 for F4 and MX4, see `Layout`.
     """
 
     layout: Layout
     group: int
     """Columns with a common scale; at least K means one scale for each row."""
     scale_dtype: torch.dtype = torch.float32
-    """uint8 for F4 and MX4."""
     zeros: bool = False
     divides: bool = False
-    """Whether scales of F4 are divided by the factors of their rows, not multiplied with them."""
     indexed: bool = False
-    """Whether a table tells the group of each column."""
     start: int = 0
     """Columns of the first group that come before this part of the matrix."""
 
@@ -96,23 +99,23 @@ def tensors_of(matrix: Any, prefix: str) -> dict[str, Tensor]:
 
 @dataclass(frozen=True, slots=True)
 class QuantizedMatrix:
-    """A quantised matrix (N, K), or E of them with a leading E in all tensors.
+    """A quantised matrix (N, K), or E of them; then all tensors except `index` have a leading dimension E.
 
-    NVFP4 (F4) has a factor for each row (`factors`). `index` has the scale group of each column if `scheme.indexed`.
+    columns: K.
+    codes: (N, K) int8 for INT8, (N, K) uint8 for FP8, (N, K / 2) uint8 for 4-bit layouts, rounded up.
+    scales: (N, G) of dtype `scheme.scale_dtype`, one per row and group of columns.
+    zeros: (N, G) zero points of the codes' dtype; None without zero points.
+    factors: (N,) float32, one per row, for NVFP4 (F4); None for other layouts.
+    index: (K,) int32, the group of each column, if `scheme.indexed`; else None.
     """
 
     scheme: Scheme
     columns: int
-    """K."""
     codes: Tensor
     scales: Tensor
-    """(N, G) of `scheme.scale_dtype`."""
     zeros: Tensor | None = None
-    """(N, G) of the codes' dtype."""
     factors: Tensor | None = None
-    """(N,) float32, with F4."""
     index: Tensor | None = None
-    """(K,) int32, the group of each column, if that is not `(start + k) // group`."""
 
     @classmethod
     def empty(cls, scheme: Scheme, shape: tuple[int, ...], groups: int | None, device: torch.device) -> Self:

@@ -169,8 +169,10 @@ def dense_kernel(
     """Compute a tile of `x W^T + b` for dequantised w (N, PADDED). y: (T, N) with rows that are `y_row` apart.
 
     Grid (tiles of rows x tiles of tokens): BAND tiles of rows for all tokens are consecutive, so that they stay in
-    the L2 cache. Operands are read from shared memory, so products overlap, except where a part of PART columns ends
-    (see `kernels.quantized`). ROWS is N; DEPTH: columns before padding.
+    the L2 cache. ROWS is N. DEPTH: K, the columns before padding. The columns are cut into PARTS parts of PART columns
+    each, see `kernels.quantized`.
+    Both operands of a product are read from shared memory, so the products of consecutive tiles of columns overlap.
+    Only after a part does the kernel wait for a product, because it adds the sum of the part to the total.
     Occupancy on sm_90: at least 1 block per SM.
     """
     tiles_n: tl.constexpr = (ROWS + BLOCK_N - 1) // BLOCK_N

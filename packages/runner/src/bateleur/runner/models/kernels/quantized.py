@@ -178,9 +178,11 @@ def _constants(scheme: Scheme, columns: int, groups: int) -> dict[str, Any]:
     """Return the compile-time constants of `linear_kernel` and `grouped_kernel`.
 
     LAYOUT, DIVIDES: fields of the scheme; the caller of `linear_kernel` adds INDEXED. DEPTH: columns of a matrix.
-    GROUPS: `groups`, the scale groups of a row. WIDTH, START: `group` and `start` of the
-    scheme, or `columns` and 0 for one group. GROUP: a large number for one group; WIDTH if that is a multiple or a
-    divisor of the kernels' block of columns, START is 0 and groups are not indexed; else 0.
+    GROUPS: `groups`, the scale groups of a row. WIDTH, START: `group` and `start` of the scheme; `columns` and 0 if a
+    row has one group. GROUP says how kernels load the scales of a tile of columns. It is 1 << 30 if all columns of a
+    row have one scale. It is WIDTH if each group of WIDTH columns has one scale, WIDTH is a divisor or a multiple of
+    128, and START is 0. In all other cases, and if groups are indexed, it is 0: each column's scale is loaded
+    separately.
     """
     width, start = (columns, 0) if groups == 1 else (scheme.group, scheme.start)
     one = groups == 1 and not scheme.indexed

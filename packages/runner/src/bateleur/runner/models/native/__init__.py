@@ -32,7 +32,10 @@ def packs(weight: Tensor) -> bool:
 
 
 def narrowed(weight: Tensor) -> Tensor:
-    """Return `weight` in bfloat16 if that represents all its float32 numbers, as of bfloat16 files; else as it is."""
+    """Return `weight` (N, K) in bfloat16 if it is float32, K is even, and bfloat16 represents all numbers exactly.
+
+    That is so if the checkpoint stores bfloat16. Otherwise the weight is returned unchanged.
+    """
     if weight.dtype != torch.float32 or weight.shape[1] % 2:
         return weight
     parts = weight.view(torch.int32).split(1024)  # the first part decides for most

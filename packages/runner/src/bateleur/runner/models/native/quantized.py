@@ -24,16 +24,20 @@ _SIGNS = 0x88 - 0x100
 
 @dataclass(frozen=True, slots=True)
 class PackedMatrix:
-    """A quantised matrix (N, K) in the layout of the C kernels: panels of WIDTH rows, the last padded with zeros."""
+    """A quantised matrix (N, K) in the layout of the C kernels: panels of WIDTH rows, the last padded with zeros.
+
+    codes: int32 words of signed codes, with the first column in the lowest bits. A word has the codes of 4 columns for
+    INT8, (P, K / 4, WIDTH), or of 8 for INT4, (P, K / 8, WIDTH), both rounded up. INT4 codes are stored minus 8.
+    scales: (P, G, WIDTH) float32, one per row and group of columns.
+    zeros: zero points, (P, G, WIDTH) float32, minus 8 for INT4. None if the scheme has no zero points.
+    shape: (N, K).
+    """
 
     scheme: Scheme
     shape: tuple[int, int]
     codes: Tensor
-    """(P, K / 4, WIDTH) int32, the signed codes of 4 columns a word; of I4 (P, K / 8, WIDTH), of 8."""
     scales: Tensor
-    """(P, G, WIDTH) float32."""
     zeros: Tensor | None
-    """(P, G, WIDTH) float32, of I4 less 8; None if all are 0."""
 
     @classmethod
     def of(cls, matrix: QuantizedMatrix, dtype: torch.dtype) -> Self | None:
