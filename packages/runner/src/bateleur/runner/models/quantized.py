@@ -177,7 +177,10 @@ class QuantizedMatrix:
         return replace(self, scheme=scheme, columns=end - first, codes=codes, scales=scales, zeros=zeros)
 
     def scaled(self, factors: Tensor) -> Self:
-        """Return the matrix with row n multiplied by factors[n] (float32). Scales become float32, except with F4."""
+        """Return the matrix with row n multiplied by factors[n]. factors: (N,) float32.
+
+        NVFP4 already has row factors, and only they change. Other layouts get float32 scales; MXFP4 is not supported.
+        """
         if self.factors is not None:
             return replace(self, factors=self.factors / factors if self.scheme.divides else self.factors * factors)
         assert self.scheme.layout is not Layout.MX4, "families with MXFP4 files have no factors"
@@ -214,7 +217,10 @@ class QuantizedMatrix:
 
 
 def unpack(codes: Tensor, layout: Layout) -> Tensor:
-    """Return codes as float32 numbers, before zero points and scales. Codes of I4 become 0 .. 15."""
+    """Return codes as float32 numbers (..., K), without zero points and scales. INT4 codes become 0 .. 15.
+
+    codes: int8 for INT8, uint8 for others; (..., K), or (..., K / 2) with two 4-bit codes a byte. See `Layout`.
+    """
     if layout is Layout.F8:
         return codes.view(torch.float8_e4m3fn).float()
     if layout is Layout.I8:
@@ -230,8 +236,8 @@ def unpack(codes: Tensor, layout: Layout) -> Tensor:
 def quantized_linear(x: Tensor, parts: Sequence[Tensor], scheme: str, bias: Tensor | None) -> Tensor:
     """Return `x W^T + b` (T, N) in x's dtype, for x (T, K), a quantised W (N, K) and `bias` b (N,) or None.
 
-    parts, scheme: `QuantizedMatrix.tensors` and `Scheme.key` of W. Its weights are rounded to x's dtype. Sums are
-    float32. The bits of a token do not depend on the other tokens.
+    parts, scheme: values of `QuantizedMatrix.tensors`, and `Scheme.key`, of W. Weights are rounded to x's dtype. Sums
+    are float32. The bits of a token's result do not depend on the other tokens.
     """
     matrix = QuantizedMatrix.of(scheme, x.shape[1], parts)
     rows, columns = matrix.shape
@@ -259,5 +265,8 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def warm_sizes(most: int, groups: int = 1) -> list[int]:
-    """Return batch sizes, at most `most`, whose products launch every kernel of a matrix, or of `groups` matrices."""
+    """Return batch sizes from 1 to `most` that cover every kernel of a product with a quantised matrix.
+
+    The kernel depends on the batch size. groups: number of experts of a grouped product; 1 for one matrix.
+    """
     return sorted({min(each * groups, most) for each in (1, 32, 257)} | {1, most})

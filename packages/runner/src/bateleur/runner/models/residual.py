@@ -55,7 +55,7 @@ class ResidualStream:
         """Whether `kept` is `_h_TM` itself, so that the next sum must be a new tensor."""
         self._keep_next = False
         self.kept = h_TM
-        """Residual stream (T, M) as the layer after `keep` reads it. Later sums do not change it."""
+        """Residual stream (T, M) as the layer after `keep` reads it, before its norm. Later sums do not change it."""
 
     def add(self, y_TM: Tensor, factor: float) -> None:
         """Add `factor * y` to the residual stream. y must not be written to before the stream is next read."""
@@ -81,11 +81,11 @@ class ResidualStream:
         return self._h_TM
 
     def keep(self) -> None:
-        """Save the input of the next layer as `kept`."""
+        """Make the next `read` or `normed` save the stream that it reads, before the norm, as the new `kept`."""
         self._keep_next = True
 
     def read(self) -> Tensor:
-        """Return the residual stream (T, M) in the layers' dtype. The result may share its memory."""
+        """Return the residual stream (T, M) in the layers' dtype. The result may share the stream's memory."""
         self.sum()
         return self._seen()
 

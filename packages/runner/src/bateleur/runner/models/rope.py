@@ -18,9 +18,13 @@ class LongRope:
 
 @dataclass(frozen=True, slots=True)
 class DynamicRope:
-    """RoPE base `theta`, which grows by `factor` for sequences above the original length (rope_type "dynamic", NTK)."""
+    """RoPE with a base that grows with the sequence length n above the original length (rope_type "dynamic", NTK).
+
+    The base is then `theta * (factor * n / original_length - (factor - 1)) ** (R / (R - 2))` for R rotated elements.
+    """
 
     original_length: int
+    """Length in tokens up to which the base is `theta`."""
     theta: float
     """The base up to the original length."""
     factor: float
@@ -52,7 +56,7 @@ class RopeSpec:
 
 
 class RopeTable:
-    """Table of cosines and signed sines by position. It grows to the longest sequence of any step.
+    """Table of cosines and sines by position, as `rotate` takes them. It grows to the longest sequence of any step.
 
     Growing allocates, so call `reserve` before a CUDA graph is captured over the table. If frequencies depend on the
     length of the sequence, the table is valid for one prompt length, see `set_prompt_length`.
@@ -102,7 +106,10 @@ class RopeTable:
         return torch.where(length_P1 > beyond.original_length, longer, self._inv_freq)
 
     def at(self, positions_T: Tensor) -> tuple[Tensor, Tensor]:
-        """Return cosines and signed sines, (T, 1, rotary_dim) each, of positions that are in the table."""
+        """Return cosines and sines, (T, 1, rotary_dim) each, as `rotate` takes them. The table must have the positions.
+
+        positions_T: (T,) integers.
+        """
         cos_T1R, sin_T1R = self._table_P2R.index_select(0, positions_T).unsqueeze(1).chunk(2, -1)
         return cos_T1R, sin_T1R
 
@@ -110,7 +117,8 @@ class RopeTable:
 def rotate(x_THD: Tensor, cos_T1R: Tensor, sin_T1R: Tensor) -> Tensor:
     """Return x (T, heads, D) with the first R elements of every head rotated, possibly in place.
 
-    Element i is paired with element i + R/2. cos, sin: (T, 1, R), sines with signs.
+    Element i is paired with element i + R/2. cos, sin: (T, 1, R), of R/2 angles, then of the same angles again.
+    The first half of `sin` is negated.
     """
     rotary_dim = cos_T1R.shape[-1]
     if rotary_dim == x_THD.shape[-1]:

@@ -1,9 +1,10 @@
 """Routing of tokens to experts, sorting by expert, and the weighted sum; one launch each on CUDA.
 
-Shapes: T tokens, E experts, K experts of a token, S pairs of token and expert (T * K), L width of the experts.
+Shapes: T tokens, E experts, K experts of a token, S pairs of token and expert (T * K), L elements of an expert output.
 
-A softmax over the chosen logits (Granite) equals one over all logits divided by the sum of the chosen weights (Qwen).
-A sigmoid router (Nemotron-H, Kimi, LFM2) may have a correction and groups, which change the choice, not the weights.
+Granite takes the softmax of the chosen logits. Qwen takes the softmax of all logits and divides the chosen weights by
+their sum. The weights are the same, so one code path serves both. A sigmoid router (Nemotron-H, Kimi, LFM2) may add a
+correction to the scores and limit the choice to some groups of experts. Neither changes the weights.
 """
 
 from collections.abc import Sequence
@@ -29,8 +30,8 @@ def route(logits_TE: Tensor, spec: RouterSpec, top_k: int, correction_E: Tensor 
 def logistic(x: Tensor) -> Tensor:
     """Return the sigmoid of each number, with bits that do not depend on its position.
 
-    On a CPU, torch's sigmoid has other bits in a tensor's last elements, so the choice of equal experts would depend
-    on the number of tokens.
+    On a CPU, torch's sigmoid has other bits in a tensor's last elements, so the choice between equally good experts
+    would depend on the number of tokens.
     """
     return x.float().neg().exp_().add_(1.0).reciprocal_().to(x.dtype) if x.is_cpu else x.sigmoid()
 
@@ -52,9 +53,11 @@ def route_tokens(
 ) -> tuple[Tensor, Tensor]:
     """Return weights and ids of each token's experts, see `route`.
 
-    The Triton kernel prefers NaN, and the lower expert id of equal scores. sigmoid: scores are sigmoids of logits, else
-    softmax. scale: factor on weights. sum_eps: added to the sum that sigmoids are divided by; None: weights are
-    not divided by their sum. groups: numbers of all groups of experts and of chosen ones.
+    logits: (T, E). correction: (E,) or None. sigmoid: True for scores that are sigmoids of the logits, False for their
+    softmax. sum_eps: None if weights are not divided by their sum; else a number added to the sum of sigmoids.
+    scale: factor on weights. groups: [number of groups of experts, number of groups that a token may choose from].
+
+    The Triton kernel ranks a NaN score highest, and of equal scores the one with the lower expert id.
     """
     if sigmoid:
         scores_TE = logistic(logits)
@@ -90,7 +93,7 @@ def _fake_sort(experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tenso
 
 @operator("router", _fake_sort)
 def sort_places(experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Sort (token, expert) pairs by expert, on the device, so that the host need not know the numbers per expert.
+    """Sort (token, expert) pairs by expert on the device. The host need not know how many tokens an expert gets.
 
     experts (T, K) int64, in range(num_experts). Returns the token of every sorted pair, (S,) int64; the sorted position
     of every pair t * K + k, (S,) int64; the end of each expert's pairs, (E,) int32.

@@ -27,9 +27,9 @@ from bateleur.runner.models.spec import (
 
 F = TypeVar("F", MlpLayer, ExpertsLayer)
 Cut = Mapping[int, tuple[Range, ...]]
-"""Ranges of a weight that a rank has, by axis, in order; of other axes it has everything."""
+"""Ranges of a weight that a rank has, in order, by axis. The rank has all of an axis that is not listed."""
 Cuts = dict[str, Cut]
-"""By name of the weight."""
+"""`Cut` of each weight, by the weight's name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +106,10 @@ def sum_bytes(spec: ModelSpec, itemsize: int) -> int:
 
 
 def _squares(spec: ModelSpec) -> list[int]:
-    """Return, for each norm over elements of several ranks, the number of sums of squares per token to all-reduce."""
+    """Return the number of float32 sums per token that are all-reduced, for each norm over elements of all ranks.
+
+    They are sums of squares: two for the norms of queries and keys, one per norm group for a Mamba-2 layer.
+    """
     counts = []
     for part in spec.mixers:
         if isinstance(part, AttentionLayer) and part.of_heads is not None:
@@ -204,7 +207,7 @@ def _delta(layer: DeltaLayer, ranks: Ranks) -> tuple[SingleLayer, Cuts]:
 def _feed_forward(layer: F, own: Range, axis: int) -> tuple[F, Cuts]:
     """Return the layer with only the intermediate channels `own`, and its weight ranges.
 
-    axis: axis of the rows of a matrix, 0, or 1 if the weight has a matrix for each expert.
+    axis: axis of the weights' rows: 0 for weights (rows, columns), 1 for weights (experts, rows, columns).
     """
     rows = _stacked_rows([(own, layer.intermediate_size)] * (1 + layer.gated))
     cuts = _cuts(axis, up_proj=rows, up_bias=rows) | _cuts(axis + 1, down_proj=(own,))

@@ -23,9 +23,9 @@ Scores = Literal["softmax", "sigmoid"]
 class AttentionLayer:
     """Describes causal grouped-query attention, or a rank's part of it.
 
-    `qk_norm_eps` and `qk_norm_whole` (over all heads of a token) describe norms of queries and keys. With the latter,
-    a part has in `of_heads` the whole layer's query and key heads. `k_scales`, `v_scales`: for an FP8 KV cache.
-    `gated`: whether outputs are multiplied by the sigmoid of a gate. `sinks`: whether heads have attention sinks.
+    `qk_norm_eps`: epsilon of norms over each query and key head, or over all heads of a token (`qk_norm_whole`).
+    `of_heads`: numbers of query and key heads in the whole layer, for a rank's part with `qk_norm_whole`; else None.
+    `k_scales`, `v_scales`: for FP8 KV caches. `gated`: outputs times the sigmoid of a gate. `sinks`: attention sinks.
     """
 
     num_heads: int
@@ -39,15 +39,15 @@ class AttentionLayer:
     sliding_window: int | None = None
     """Query i sees keys j with i - sliding_window < j <= i; None sees all."""
     qk_norm_eps: float | None = None
-    """Epsilon of norms over each head of queries and keys, before rotation; None: no norms."""
+    """Epsilon of the RMS norms of queries and keys, before rotation; None: no norms."""
     qk_norm_whole: bool = False
-    """Whether norms of queries and keys are over all heads of a token."""
+    """Whether norms of queries and keys are over all heads of a token, not over each head."""
     gated: bool = False
     """Whether attention outputs are multiplied by the sigmoid of a gate from the same projection."""
     sinks: bool = False
     """Whether each head has an attention sink: a learned score of a key without a value."""
     of_heads: tuple[int, int] | None = None
-    """In a rank's part with whole norms: heads of queries and of keys in the whole layer."""
+    """Numbers of query and key heads in the whole layer, for a rank's part with `qk_norm_whole`; else None."""
     k_scales: tuple[float, ...] = ()
     v_scales: tuple[float, ...] = ()
     """Scale of each key or value head in an FP8 cache, from the checkpoint. () if it has none: 1.0."""
@@ -247,9 +247,9 @@ class ParallelLayer:
     parts: tuple[SingleLayer, ...]
     factors: tuple[float, ...] = (1.0,)
     norm_last: bool = False
-    """Whether the only part reads the stream, and its output is normalised instead."""
+    """Whether the only part reads the stream without a norm, and its output is normalised instead."""
     output_norm: bool = False
-    """Whether a second norm is applied to what the only part returns."""
+    """Whether a second norm is applied to the output of the only part."""
 
     def __post_init__(self) -> None:
         if (self.norm_last or self.output_norm) and len(self.parts) > 1:
@@ -279,7 +279,7 @@ class ModelSpec:
     Embeddings are multiplied by `embedding_multiplier` (rounded to the model's dtype if `rounds_multiplier`), branch
     outputs by `residual_multiplier`. Logits are divided by `logits_divisor`. `foreign_tokens`: placeholders of images,
     not supported. `exact_norms`: norms have float32 weights. `branches_per_layer`: entries of `layers` per model layer.
-    `max_position_embeddings`, `max_scaled_positions`: default and largest maximum length of a request (0: the default).
+    `max_position_embeddings`: default maximum tokens of a request. Users may raise it to `max_scaled_positions` if > 0.
     """
 
     architecture: str
@@ -297,7 +297,7 @@ class ModelSpec:
     max_position_embeddings: int = 2048
     """Default maximum tokens of a request."""
     max_scaled_positions: int = 0
-    """With scaled rotary embedding, the largest length that a user may choose; 0: `max_position_embeddings`."""
+    """With scaled rotary embedding: largest maximum length that a user may choose; 0: `max_position_embeddings`."""
     eos_token_ids: tuple[int, ...] = ()
     foreign_tokens: tuple[tuple[int, str], ...] = ()
     """Placeholder ids of images and videos, and the checkpoint fields that name them."""
@@ -322,7 +322,7 @@ class ModelSpec:
             raise ValueError("logits_divisor is 0; logits are divided by it")
 
     def prefixed(self, i: int) -> list[tuple[str, SingleLayer]]:
-        """Return the branches of layer i with the prefixes of their weights: `layers.3.`, in parallel `layers.3.1.`."""
+        """Return layer i's branches by weight prefix: `layers.i.`, or `layers.i.j.` for part j of a `ParallelLayer`."""
         if isinstance(layer := self.layers[i], ParallelLayer):
             return [(f"layers.{i}.{j}.", part) for j, part in enumerate(layer.parts)]
         return [(f"layers.{i}.", layer)]
