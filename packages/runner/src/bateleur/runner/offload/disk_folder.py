@@ -1,7 +1,8 @@
 """A folder of prefix files that several processes share without locks.
 
-Files appear complete, under names made from their tokens: `LAYOUT/KEY.kv.safetensors`. Two processes that write the
-same file write the same bytes. Other files in the folder are not touched.
+Files appear complete, under names made from their tokens: `LAYOUT/KEY.kv.safetensors` or `LAYOUT/KEY.end.safetensors`.
+LAYOUT is `RowLayout.digest`, and KEY is the prefix-cache key of the tokens. Two processes that write the same file
+write the same bytes. Other files in the folder are not touched.
 """
 
 import os
@@ -35,10 +36,11 @@ def make_folder(root: Path) -> Path:
 
 
 class DiskFolder:
-    """Prefix files of one layout in a folder, and the size limit of the files of all layouts.
+    """Prefix files of one layout (`RowLayout`), in a folder that may also have files of other layouts.
 
-    root: the folder, see `make_folder`. limit_bytes: maximum size of the files of all layouts; None: half of the free
-    space now, plus their size now. writers: number of ranks that write at the same time. Room is made for all of them.
+    root: the folder, see `make_folder`. layout: this engine's; its files are in the subfolder `layout.digest`.
+    limit_bytes: maximum size of the files of all layouts; None: half of the free space now, plus their size now.
+    writers: number of ranks that write at the same time. Room is made for all of them.
 
     The constructor raises ValueError if the folder is not writable. Other methods may take long: call them in threads.
     """
@@ -66,7 +68,10 @@ class DiskFolder:
         self.limit_bytes = self._total + free // 2 if limit_bytes is None else limit_bytes
 
     def names(self) -> set[str]:
-        """Return the names of all files of this layout. In a process that writes, also remove files over the limit."""
+        """Return the names of all files of this layout.
+
+        If this object has written a file before, also remove least recently used files above the size limit.
+        """
         paths = set[str]()
         with suppress(OSError):
             for each in self._files():

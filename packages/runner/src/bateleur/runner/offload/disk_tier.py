@@ -100,9 +100,9 @@ class DiskTier:
         """Queue files with the caches of the first `num_tokens` tokens of an ended request, as far as memory allows.
 
         There is a file for each full segment (16 blocks), and one that ends at each state on the device or in host
-        memory. For models without states, files end at two other positions: at the end of the request, and at the last
-        position from which the same prompt could start again.
-        ids: token ids, which must not be written to any more. keys: their prefix-cache keys.
+        memory. Without states, there is instead a file for the end of the request, and one for the longest prefix that
+        a request with the same prompt can reuse, see `PrefixSpans.two_ends`.
+        ids: token ids, which must not be written to any more. keys: their prefix-cache keys. prompt_len: prompt tokens.
         """
         chain = PrefixSpans(self._cache, keys, ids, num_tokens)
         spans = list(chain.segments())
@@ -246,7 +246,7 @@ class DiskTier:
         """Return host rows for a file, kept from eviction; None if host memory has no room.
 
         reserve: reserve rows to read into, for contents that are not in memory. Otherwise return the rows that have the
-        contents, copied from the device if needed. Then the result is None, too, if some contents were evicted.
+        contents, copied from the device if needed, or None if some contents were evicted.
         """
         parts: list[_Rows] = []
         for level, keys in ((self._blocks, span.blocks), (self._pages, () if span.page is None else (span.page,))):
@@ -295,9 +295,10 @@ class DiskTier:
             self._scan = self._writer.submit(self._folder.names)
 
     def _refuse(self, reason: str, transfers: list[_Transfer], message: str) -> None:
-        """Mark files as bad after the first of them could not be read. The request computes their tokens instead.
+        """Mark the files of all `transfers` as bad, and count and log the error.
 
-        reason: kind of error, which is counted. message: logged at the first error of this kind.
+        The first file could not be read. The others follow it in the same prefix. The engine computes their tokens.
+        reason: kind of error, one of `_REASONS`. message: logged at the first error of this kind.
         """
         names = {each.span.name for each in transfers}
         self._names -= names
@@ -321,9 +322,9 @@ def _release(parts: list[_Rows]) -> None:
 
 
 def _read_status(future: Future[Read]) -> int:
-    """Return the state of a read as one number: -1 while pending, else a code for files read and kind of error.
+    """Return the state of a read as one number: -1 while pending, else `files read * len(_REASONS) + error`.
 
-    The rank that read fewest files has the lowest number.
+    error: index in `_REASONS`; 0 if there is none. So the lowest number of all ranks is that of the fewest files read.
     """
     if not future.done():
         return _PENDING

@@ -32,8 +32,8 @@ _FOREIGN_TENSORS = "its tensors are not laid out as this engine's"
 class Prefix:
     """KV blocks of a prefix after its first `start` tokens, and the state (page) at its end, on the host.
 
-    key: prefix-cache key of all tokens up to the end. token_ids: tokens of the blocks, and the one after them if blocks
-    depend on it.
+    key: prefix-cache key of all tokens up to the end. token_ids: tokens after `start`, and the next one if the blocks
+    include a draft head's keys and values, which depend on it. blocks: (n, block_bytes). page: (page_bytes,) or None.
     """
 
     start: int

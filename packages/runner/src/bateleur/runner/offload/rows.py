@@ -80,7 +80,8 @@ class RowLayout:
     """Everything besides tokens that attention keys, values and states depend on, and their layout in a file.
 
     fields: weights, dtype, device, kernels, ranks and versions, by name. granularity: tokens between two possible ends
-    of a prefix. num_lookahead_tokens: tokens after a prefix that its last block depends on.
+    of a prefix. num_lookahead_tokens: tokens after a prefix that its last block depends on: 1 if blocks include a draft
+    head's keys and values, else 0.
     """
 
     fields: Mapping[str, str]

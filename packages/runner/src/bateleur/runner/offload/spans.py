@@ -22,8 +22,9 @@ KINDS = ("kv", "end")  # kinds of files: segments and endings
 class FileSpan:
     """The part of a prefix that one file holds: tokens [start, end).
 
-    key: key stored in the file. token_ids: tokens of the blocks, and those after them that blocks depend on.
-    blocks, page: prefix-cache keys of the blocks, and of the state at the end (None for a segment, or without states).
+    key: key stored in the file. token_ids: tokens [start, end), and the next one if the blocks include a draft head's
+    keys and values, which depend on it. blocks, page: prefix-cache keys of the blocks, and of the state at the end
+    (None for a segment, or without states).
     """
 
     start: int
@@ -38,7 +39,8 @@ class FileSpan:
 class PrefixSpans:
     """The files of one prefix. keys: prefix keys of `ids`. max_tokens: maximum tokens of the prefix.
 
-    If blocks depend on the token after them, `ids` must have that token.
+    If the KV blocks include a draft head's keys and values, these depend on the next token. Then `ids` must have one
+    token more than the prefix.
     """
 
     def __init__(self, cache: DeviceCache, keys: PrefixKeys, ids: NDArray[np.int32], max_tokens: int) -> None:
@@ -74,9 +76,10 @@ class PrefixSpans:
         yield from range(self.length // self.granularity * self.granularity, 0, -self.granularity)
 
     def two_ends(self, prompt_len: int) -> set[int]:
-        """Return the last possible end of a file, and the last one before the prompt's last token, in tokens.
+        """Return where files end if the model has no states: at most two numbers of tokens, multiples of `granularity`.
 
-        The end of a full segment is left out, because the segment's file suffices there.
+        One is the largest in the prefix. The other is the largest below `prompt_len`, because a hit leaves at least one
+        prompt token to compute. The end of a full segment is left out, because the segment's file suffices there.
         """
         size = self.granularity
         last = (self.length // size * size, min(prompt_len - 1, self.length) // size * size)

@@ -10,7 +10,7 @@ KEY_BYTES = 16
 class PrefixKeys:
     """Keys of the prefixes of one request that end at multiples of `block_size` tokens.
     A key is the digest of the key before it and the tokens of its block, so equal keys mean equal prefixes. It has 128
-    bits; a collision by chance is practically impossible, and keys never leave the process.
+    bits, so a collision by chance is practically impossible. Keys also name the files of the disk tier.
     """
 
     __slots__ = ("_keys", "block_size", "root")
@@ -44,7 +44,7 @@ class PrefixKeys:
         return [key + following[4 * i : 4 * i + 4] for i, key in enumerate(keys)]
 
     def upto(self, token_ids: Int32s, end: int) -> list[bytes]:
-        """Return the keys of the first `end` blocks, or of more."""
+        """Return the list of all keys so far, at least those of the first `end` blocks. Slice it; do not change it."""
         keys, size = self._keys, self.block_size
         for block in range(len(keys), end):
             tokens = token_ids[block * size : (block + 1) * size]

@@ -86,9 +86,11 @@ class Request:
     rope_length: see `ModelSpec.rope_length`; equal for all running requests.
     adapter_slot: slot of its LoRA adapter, see `AdapterPool`; 0 for none, -1 while it waits for one.
     matcher: follows the grammar; None without one.
-    leader: member of the group for whose prompt the request waits, with prefix caching.
+    leader: first request of the group, which has the same prompt; None in this request itself. With prefix caching, the
+        others wait until it has computed the prompt.
     arrival: order of arrival, set by the scheduler. row: row of the request table; -1 while waiting.
-    num_drafts: untested drafts when the request was preempted, which are proposed again.
+    num_drafts: number of drafts that were proposed but not tested when the request was preempted. As many are proposed
+        again.
     """
 
     request_id: str
@@ -184,12 +186,13 @@ class RequestTable:
     * `num_tokens`, `num_computed`: known tokens, and tokens whose state is in the caches. Both count the step in
       flight with all its drafts as accepted, so they are too high by at most `num_uncertain`;
     * `num_committed`: computed tokens of steps whose results are known;
-    * `must_wait` (rows,) bool: whether the next step of the request can't be planned from upper bounds;
+    * `must_wait` (rows,) bool: whether the request skips steps that are planned while another one is in flight, because
+      its tokens depend on the exact value of `num_tokens`;
     * `prompt_len`, `prefill_len`, `limit`: tokens of the prompt, tokens computed before the row decodes (more than the
       prompt after a preemption), and the length at which the request ends;
     * `num_proposed`: drafts after the last known token, which are on the device;
-    * `num_drafts`, `num_draft_slots`: how many of them the next step tests, and tokens that it computes for them (more
-      if rows are padded to one length). `Proposer.plan` writes both before each step is scheduled;
+    * `num_drafts`, `num_draft_slots`: how many proposed drafts the next step tests, and tokens that it computes for
+      them (more if rows are padded to one length). `Proposer.plan` writes both before each step is scheduled;
     * `num_blocks`: KV blocks in `block_table`, which is written through `blocks`.
     """
 
