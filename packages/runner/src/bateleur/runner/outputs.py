@@ -32,7 +32,10 @@ class Logprob:
 
 
 class TextTag(NamedTuple):
-    """A tag in the text, such as <think>, that the model generated as one token."""
+    """A tag in `CompletionOutput.text`, such as <think>, that the model generated as one token.
+
+    start, end: indices of its first character and of the one after it, in the text of the same output (or delta).
+    """
 
     start: int
     """Index of the tag's first character in the text."""

@@ -7,13 +7,13 @@ from torch import Tensor
 
 PLAIN = tuple(range(8))
 AWQ = (0, 4, 1, 5, 2, 6, 3, 7)
-"""In which nibble of a word AWQ has each of 8 columns."""
+"""`order` of AWQ's columns for `unpack_columns`."""
 
 
 def unpack_columns(words: Tensor, bits: int, order: Sequence[int] = PLAIN) -> Tensor:
     """Unpack words (R, C) int32 to codes (R, C * 32 / bits) uint8.
 
-    order: nibble of a word in which each of 8 adjacent columns is; for 4 bits only.
+    order: for 4 bits, column i of 8 adjacent ones is nibble order[i] of their word. Nibble 0 has the lowest bits.
     """
     codes = words.contiguous().view(torch.uint8)
     if bits == 8:

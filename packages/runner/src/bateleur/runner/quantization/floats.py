@@ -28,14 +28,17 @@ def nvfp4_shape(module: Module, weight: str) -> tuple[int, ...]:
 
 
 def nvfp4_scheme(divides: bool) -> Scheme:
-    """Return the quantisation scheme of NVFP4. divides: whether the factor of the tensor is a divisor."""
+    """Return the quantisation scheme of NVFP4.
+
+    divides: whether the FP8 scales are divided by the tensor's global scale (compressed-tensors), not multiplied by it.
+    """
     return Scheme(Layout.F4, _NVFP4_GROUP, torch.uint8, divides=divides)
 
 
 def nvfp4_matrix(module: Module, weight: str, factor: str, *, divides: bool) -> QuantizedMatrix:
-    """Return the quantised matrix. weight, factor: names of the tensors with codes and factors.
+    """Return the quantised matrix. weight, factor: names of the tensors with codes and with global scales.
 
-    divides: see `nvfp4_scheme`. A factor that divides may be infinite: then all weights of its matrix are 0.
+    divides: see `nvfp4_scheme`. A global scale that divides may be infinite: then all weights of its matrix are 0.
     """
     *lead, rows, columns = nvfp4_shape(module, weight)
     module.float_dtype(factor)
@@ -87,7 +90,7 @@ _SECOND = "weight_scale_2"
 
 
 class ModeloptReader(QuantizedReader):
-    """Reads modelopt. A module's tensors tell its algorithm; `quantized_layers` must agree with them."""
+    """Reads modelopt. A module's tensors tell its algorithm. `quantized_layers` must name supported algorithms."""
 
     parts = (frozenset(("weight", "weight_scale", _SECOND)),)
 

@@ -112,7 +112,11 @@ class Module:
         return scales.reshape(blocks).repeat_interleave(high, -2)[..., :rows, :]
 
     def group_size(self, columns: int, groups: int, said: int) -> int:
-        """Return the columns per scale, with `groups` scales a row. said: `group_size` of the checkpoint; < 1: all."""
+        """Return the number of columns with a common scale, if a row of `columns` columns has `groups` scales.
+
+        said: `group_size` of the checkpoint; < 1 for one scale a row. If it does not agree with `groups`, the columns
+        are divided equally. Raises ValueError if that is impossible.
+        """
         group = columns if said < 1 else said
         if -(-columns // group) == groups:
             return group

@@ -54,7 +54,10 @@ class DeploymentPlan:
 
     @property
     def num_cpus(self) -> int:
-        """Number of CPUs that a new local Ray declares: enough for all replicas and one more, even on fewer cores."""
+        """Number of CPUs to declare for a new local Ray: all cores, but at least one CPU more than all replicas need.
+
+        It may exceed the number of cores, so that Ray can place all replicas.
+        """
         return max(os.cpu_count() or 1, int(self.replicas.upper_limit * self.resources(0)["CPU"]) + 1)
 
 

@@ -148,7 +148,10 @@ class ReplicaFrontend:
 
 
 class _Endpoint:
-    """ASGI application that calls `ReplicaFrontend.answer`. `Route` would call a method as a request handler."""
+    """ASGI application that calls `ReplicaFrontend.answer`.
+
+    It is an object because Starlette's `Route` calls a function or a method with a `Request`, not as an application.
+    """
 
     def __init__(self, frontend: ReplicaFrontend) -> None:
         self._frontend = frontend

@@ -48,5 +48,7 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]
         return [[allowed.pop(chosen)], list(allowed.values())]
 
     def _load(self, replica_id: ReplicaID) -> int:
-        """Return the number of requests of a replica. Its reported queue length includes requests of other routers."""
+        """Return the number of requests of a replica: the larger of this router's count and its last reported queue
+        length, which includes requests of other routers.
+        """
         return max(self._ongoing[replica_id], self.replica_queue_len_cache.get(replica_id) or 0)

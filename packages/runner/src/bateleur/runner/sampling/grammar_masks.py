@@ -28,7 +28,9 @@ class GrammarMasks:
     """
 
     def __init__(self, sampler: RejectionSampler, *, graphed: bool) -> None:
-        """graphed: whether CUDA graphs pad all requests to one query length; `cut_drafts` then keeps draft slots."""
+        """graphed: whether CUDA graphs pad all requests to one query length. Then `cut_drafts` does not change
+        `RequestTable.num_draft_slots`; else it sets that to `num_drafts`.
+        """
         self._sampler, self._table, self._graphed = sampler, sampler.table, graphed
         # COUPLED compares drafts with the target's sample, so a forbidden draft is useless. The other rules sample from
         # the residual distribution after a rejection, so the first forbidden draft is tested, and rejected.
@@ -49,7 +51,8 @@ class GrammarMasks:
 
     def cut_drafts(self) -> None:
         """Limit the drafts of the next step to those before the first that the grammar forbids.
-        Under acceptance rules other than COUPLED the first forbidden draft stays, too, and is rejected.
+        Under the rules RATIO and BLOCK (`Rule`), which sample from the residual distribution after a rejection, the
+        first forbidden draft stays, too, and is rejected.
         """
         table = self._table
         for request, known in self.check_drafts(None):
@@ -59,7 +62,7 @@ class GrammarMasks:
                 table.num_draft_slots[row] = table.num_drafts[row]
 
     def check_drafts(self, requests: list[Request] | None) -> list[tuple[Request, list[int]]]:
-        """Set `_drafts` to the drafts that grammars allow. Returns each request that has drafts, with all of them.
+        """Set `_drafts` to the drafts that grammars allow. Returns each request that has drafts, with all its drafts.
         Waits until all proposed drafts are on the host. Forbidden drafts of a step that runs already (async scheduling)
         stay in it, and the masks reject them. requests: requests to check; None for all that have drafts. Other
         requests keep their drafts for a later call.

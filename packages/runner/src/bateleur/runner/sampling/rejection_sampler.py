@@ -48,7 +48,7 @@ from bateleur.runner.utils.device import upload
 
 GREEDY, UNTRUNCATED, TRUNCATED = "greedy", "untruncated", "truncated"
 KINDS = (TRUNCATED, UNTRUNCATED, GREEDY)
-"""Kinds of captured samplers: all rows are greedy, no sampled row truncates its distribution, or any parameters."""
+"""Kinds of captured samplers: any parameters, no sampled row has top-k, top-p or min-p, or all rows are greedy."""
 _POISON = torch.iinfo(torch.int32).max - 6
 """No token id, and more tokens than a row can have."""
 
@@ -275,8 +275,8 @@ class RejectionSampler:
     def _test(
         self, processed: ProcessedLogits, drafts_SK: Tensor, starts: Tensor, positions_S: Tensor, temperature_S: Tensor
     ) -> RejectionOutput:
-        """Test the drafts of S requests, -1 for none. Can be captured. starts: (S + 1,) first row of logits of each.
-        positions_S: index in its sequence of the token that is sampled from that row.
+        """Test the drafts of S requests, -1 for none. Can be captured. starts: (S + 1,) first row of logits of each
+        request, and the number of rows. positions_S: position of the token that each request's first row samples.
         """
         count, metadata = len(positions_S), processed.metadata
         distribution: DraftDistribution = OneHot()  # greedy rows are the same under each distribution
@@ -294,8 +294,9 @@ class RejectionSampler:
         )
 
     def record(self, metadata: CommonAttentionMetadata, hidden_TD: Tensor, kind: str) -> Tensor:
-        """Verify the staged requests of a padded batch, and sample. Can be captured. kind: one of `KINDS`.
-        Returns `SampledStep.packed`. Other results go to the buffers `rows`.
+        """Verify the staged requests of a padded batch, and sample. Can be captured.
+        kind: the parameters to support: GREEDY (all rows are greedy), UNTRUNCATED (no top-k, top-p or min-p) or
+        TRUNCATED (any). Returns `SampledStep.packed`. Other results go to the buffers `rows`.
         """
         rows, num_reqs = self.rows, metadata.num_reqs
         drafts_NK, values_N4, sampling = rows.drafts(num_reqs), rows.values[:num_reqs], None

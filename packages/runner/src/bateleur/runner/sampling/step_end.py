@@ -40,9 +40,9 @@ Forward = CudaGraphManager[StepContext, tuple[Tensor, ...]]
 
 @dataclass(frozen=True, slots=True)
 class ForwardState:
-    """A step after its forward pass, for the graph that runs next.
-    hidden: hidden states that the graph reads: the final ones, or `DraftContext.features`. They are in the output
-    buffers of the forward pass's graph. passes: metadata of the draft passes; None for graphs of the end of a step.
+    """A step after its forward pass: input of a graph that samples (`SampleStep`) or drafts (`ProposalGraphs`).
+    hidden: for sampling only the final hidden states, for drafting `DraftContext.features`. They are in the output
+    buffers of the forward pass's graph. passes: metadata of the draft passes; None for sampling.
     """
 
     context: StepContext
@@ -51,7 +51,7 @@ class ForwardState:
 
 
 class SampleStepProducer:
-    """Makes dummy and random steps for graphs of the end of a step. It replays the graph of the forward pass first."""
+    """Makes dummy and random steps to capture and check graphs of `SampleStep`. It replays the forward pass first."""
 
     def __init__(self, forward: Forward, sampler: RejectionSampler) -> None:
         self._forward, self._sampler = forward, sampler
@@ -101,7 +101,7 @@ def stage_random_rows(
     sampler: RejectionSampler, metadata: CommonAttentionMetadata, hidden_TD: Tensor, rng: np.random.Generator, kind: str
 ) -> None:
     """Stage random sampling parameters and drafts for a random batch. About half of the drafts are the tokens that
-    greedy rows sample from the hidden states `hidden_TD`. kind: one of `KINDS`.
+    greedy rows sample from the hidden states `hidden_TD`. kind: kind of parameters, see `RejectionSampler.record`.
     """
     count, length = metadata.num_actual_reqs, metadata.num_tokens // metadata.num_reqs
     vocab_size, ids = sampler.sampler.vocab_size, sampler.rows.next_ids
@@ -124,7 +124,7 @@ def variant_keys(
     forward: Iterable[BatchExecutionDescriptor], variants: Sequence[str | int]
 ) -> tuple[BatchExecutionDescriptor, ...]:
     """Return one key per variant for each key of the forward pass with equal query lengths.
-    variants: kinds of captured samplers, or numbers of drafts.
+    variants: `KINDS` of captured samplers, or numbers of drafts.
     """
     return tuple(replace(key, variant=(each,)) for key in forward if key.uniform_query_len for each in variants)
 
@@ -132,8 +132,8 @@ def variant_keys(
 def graphs_after(
     forward: Forward, variants: Sequence[str | int], options: GraphOptions, device: torch.device
 ) -> CudaGraphManager[Any, Tensor]:
-    """Return a manager for graphs after each captured graph of `forward` with equal query lengths, one per variant.
-    variants: see `variant_keys`.
+    """Return a manager, empty at first, for graphs that sample or draft after a forward pass. There is one per variant
+    for each captured graph of `forward` whose requests have equal query lengths. variants: see `variant_keys`.
     """
     keys = variant_keys([key for key in forward.dispatcher.keys if key in forward.ready], variants)
     # It makes no decision: what follows a forward pass runs on the key of that pass.
@@ -167,7 +167,7 @@ class SampleStep:
         self.by_reason: Counter[SampleDispatchReason] = Counter()
 
     def capture(self, forward: Forward, options: GraphOptions) -> None:
-        """Capture graphs that sample and commit after the forward passes that `forward` has graphs of."""
+        """Capture graphs that sample and commit, one of each kind after every decode graph of `forward`."""
         self._poison = options.checks >= ReplayChecks.PARANOID
         kinds = KINDS if self.sampler.can_capture else ()
         self.manager = graphs_after(forward, kinds, options, self.sampler.device)
@@ -194,7 +194,7 @@ class SampleStep:
         return ended
 
     def replay(self, staged: StagedStep, hidden_TD: Tensor, kind: str) -> Tensor:
-        """Replay the graph of a step's end; return `SampledStep.packed`. kind: one of `KINDS`. Raises ReplayFailed."""
+        """Sample and commit with a graph; return `SampledStep.packed`. kind: see `record`. Raises ReplayFailed."""
         assert self.manager is not None
         assert staged.key is not None
         key = replace(staged.key, variant=(kind,))

@@ -159,7 +159,11 @@ class ThinkingBudget:
     def of(
         cls, service: Service, parsed: ChatRequest, prompt: ChatPrompt, prepared: PreparedChat
     ) -> ThinkingBudget | None:
-        """Create a budget; None if the request sets none or can't reason, or if max_tokens is at most the budget."""
+        """Create the budget of a request. None if it sets no `thinking_token_budget`, if its answer has no reasoning
+        (`PreparedChat.phase`), if max_tokens is at most the budget, or if the tag that ends reasoning is not one token.
+
+        Raises ValueError in the last case if the prompt has opened the reasoning.
+        """
         budget, params, opened = parsed.thinking_token_budget, prepared.params, prepared.phase == "opened"
         if budget is None or prepared.phase == "none":
             return None

@@ -45,7 +45,8 @@ _ANTHROPIC_KINDS = _KINDS | {403: "permission_error", 413: "request_too_large", 
 def http_errors(names: Mapping[str, str] = MappingProxyType({})) -> Iterator[None]:
     """Turn QueueFull, AdaptersBusy, EngineDead and ValueError into HTTPException.
 
-    names: the API's names of fields, by their names in chat completions; errors then begin with the API's name.
+    names: maps fields of chat completions to their names in the client's API, such as stop: stop_sequences. A field's
+    name at the start of an error message is replaced.
     """
     try:
         yield
