@@ -54,7 +54,10 @@ _INTEGERS = frozenset(each.name for each in options_of(SamplingParams) if each.t
 
 
 def _name(name: str, value: Any) -> str:
-    """Return a request id if it is valid. It must be short, because every chunk contains it."""
+    """Check the `request_id` of a body, and return it. name: name of the field, for the error.
+
+    Raises ValueError unless it has 1 to 200 printable characters. The length is limited because every chunk has the id.
+    """
     if not isinstance(value, str) or not 0 < len(value) <= 200 or not value.isprintable():
         refuse(name, value, "1 to 200 printable characters")
     return value
@@ -99,9 +102,10 @@ COMMON: dict[str, Field] = {
 def split(
     body: Mapping[str, Any], fields: Mapping[str, Field], *, strict: bool = False
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Split a body into the checked fields of `fields` and the fields of `SamplingParams`.
+    """Split a body into the fields of `fields`, which are checked here, and sampling parameters, which are not.
 
-    A null counts as absent. Unknown fields are ignored and logged, or rejected if `strict`. Raises ValueError.
+    A null counts as absent. Unknown fields are ignored and logged. Raises ValueError for an invalid value of a field in
+    `fields` or `REFUSED`, and for unknown fields if `strict`.
     """
     given = {name: value for name, value in mapping("the body", body).items() if value is not None}
     given = drop_unsupported(REFUSED, given, keep=fields)
@@ -133,7 +137,7 @@ def as_integer(value: Any) -> Any:
 
 
 def _plain_value(name: str, value: Any) -> Any:
-    """Normalize a sampling parameter as other servers do: 1.0 is an integer, empty stop strings are dropped."""
+    """Normalize a sampling parameter as other servers do: an integer may be 1.0, and empty stop strings are dropped."""
     if name in _INTEGERS:
         return as_integer(value)
     if name == "stop" and not isinstance(value, str) and isinstance(value, Sequence):
@@ -142,7 +146,10 @@ def _plain_value(name: str, value: Any) -> Any:
 
 
 def response_format(name: str, value: Any) -> dict[str, Any] | None:
-    """Convert `response_format` to `structured_outputs`; None for plain text."""
+    """Convert the value of `response_format` to a value of `structured_outputs`; None for plain text.
+
+    name: name of the field, for errors. Raises ValueError for an unknown type or a missing schema.
+    """
     fields = mapping(name, value)
     match fields.get("type"):
         case "text":

@@ -1,8 +1,8 @@
 """Reply bodies and stream chunks in OpenAI's format, from the outputs of the engine.
 
 token_ids: tokens of a reply or chunk. logprobs: for each token, the log probabilities at its position, including its
-own. num_top: number of most likely tokens to report, -1 for all. as_ids: write tokens as token_id:ID.
-head: first fields of a reply, from `reply_head`. decode: decoder for token texts.
+own. num_top: number of most likely tokens to report; -1 for all that the engine returned.
+as_ids: write tokens as token_id:ID. head: first fields of a reply, from `reply_head`. decode: decoder for token texts.
 """
 
 import time
@@ -19,7 +19,7 @@ from bateleur.runner.text.token_bytes import TokenText
 def error_body(
     message: str, *, kind: str = "invalid_request_error", param: str | None = None, code: str | int | None = None
 ) -> dict[str, Any]:
-    """Return an error body in OpenAI's format."""
+    """Return an error body in OpenAI's format. kind: value of `type`."""
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
@@ -29,7 +29,7 @@ def reply_head(reply_id: str, kind: str, model: str) -> dict[str, Any]:
 
 
 class Usage:
-    """Counts the tokens of one reply from its outputs. num_reasoning: tokens of reasoning; None if it is no chat."""
+    """Counts the tokens of one reply from its outputs. num_reasoning: reasoning tokens; None for `/v1/completions`."""
 
     def __init__(self, num_reasoning: int | None = None) -> None:
         self.num_reasoning = num_reasoning
@@ -86,8 +86,9 @@ def completion_choice(
     first: bool = True,
     offset: int = 0,
 ) -> dict[str, Any]:
-    """Return one choice of a reply or chunk of `/v1/completions`. index: the choice's. decode: for token texts.
+    """Return one choice of a reply or chunk of `/v1/completions`. decode: for token texts.
 
+    index: `index` of the choice.
     first: whether this is the choice's first or only chunk, which has the fields of the prompt.
     offset: characters in earlier chunks, for `text_offset`.
     """
@@ -268,7 +269,7 @@ def completion_logprobs(
 def _top_logprobs(position: Mapping[int, Logprob], token: int, num_top: int, as_ids: bool) -> dict[str, float]:
     """Return log probabilities by the text or bytes of tokens; of equal texts, the most likely one counts.
 
-    position: log probabilities by token id. token: always included. Others: see the module.
+    position: log probabilities by token id. token: always included. Other parameters: see the module.
     """
     entry: dict[str, float] = {}
     for i, each in enumerate(sorted(position, key=lambda each: position[each].rank)):
@@ -308,7 +309,7 @@ def prompt_logprobs(logprobs: Sequence[Mapping[int, Logprob] | None]) -> list[di
 
 
 def _id_name(token: int) -> str:
-    """Return vLLM's unique name of a token."""
+    """Return vLLM's unique name of a token: token_id:ID."""
     return f"token_id:{token}"
 
 

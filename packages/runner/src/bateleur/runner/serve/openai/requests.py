@@ -1,4 +1,4 @@
-"""Parsing of the bodies of `/v1/completions` and `/v1/chat/completions`, with fields of OpenAI, vLLM and ours."""
+"""Parsing of the bodies of `/v1/completions` and `/v1/chat/completions`: fields of OpenAI, vLLM and this project."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -18,7 +18,11 @@ Names: TypeAlias = Mapping[str, str]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class APIRequest:
-    """Base class of parsed request bodies; `COMMON` describes its fields. names: see `http_errors`."""
+    """Base class of parsed request bodies: sampling parameters, and the fields that `COMMON` describes.
+
+    include_usage, continuous_usage: from `stream_options`: report the usage in the last chunk, or in every chunk.
+    names: names of fields in the client's API, by their names in chat completions. Errors use the client's names.
+    """
 
     params: SamplingParams
     model: str | None = None
@@ -34,19 +38,23 @@ class APIRequest:
 
     @property
     def num_top_logprobs(self) -> int | None:
-        """Number of log probabilities to report per position; -1: those of `logprob_token_ids`; None: none."""
+        """Number of most likely tokens to report for each position; None for no log probabilities.
+
+        -1 reports all tokens that the engine returned: those of the sampling parameter `logprob_token_ids` if it is
+        given, else the whole vocabulary.
+        """
         return -1 if self.params.logprob_token_ids else self.params.logprobs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompletionRequest(APIRequest):
-    """Parsed body of `/v1/completions`; see `COMPLETION_FIELDS`. only_prompt: whether max_tokens is 0."""
+    """Parsed body of `/v1/completions`; see `COMPLETION_FIELDS`. only_prompt: whether replies have only the prompt."""
 
     prompts: tuple[dict[str, Any], ...]
     """Prompts as `LLM.add_request` takes them: {"prompt": text} or {"prompt_token_ids": ids}."""
     echo: bool = False
     only_prompt: bool = False
-    """Whether max_tokens is 0. The engine generates at least one token, which the reply leaves out."""
+    """Whether `echo` is set and max_tokens is 0. The engine generates one token, which the reply leaves out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +75,10 @@ class ChatRequest(APIRequest):
     include_reasoning: bool = True
 
     def prompt_for(self, tokenizer: Tokenizer) -> ChatPrompt:
-        """Render the conversation, without tools if tool_choice is none. Raises ValueError as `render`."""
+        """Render the conversation by the chat template, without tools if tool_choice is none.
+
+        Raises ValueError if there is no chat template, or if the template raises an error.
+        """
         return render(
             tokenizer,
             self.messages,
@@ -80,7 +91,10 @@ class ChatRequest(APIRequest):
 
 
 def completion_request(body: Body, defaults: Body, *, strict: bool = False) -> CompletionRequest:
-    """Parse a body of `/v1/completions`. defaults: sampling parameters for absent fields. strict: see `split`."""
+    """Parse a body of `/v1/completions`. defaults: sampling parameters for absent fields.
+
+    strict: reject unknown fields. Raises ValueError whose message begins with the name of the invalid field.
+    """
     own, sampling = split(body, COMPLETION_FIELDS, strict=strict)
     if isinstance(sampling.get("logprobs"), bool):
         sampling["logprobs"] = 1 if sampling["logprobs"] else None
@@ -102,7 +116,8 @@ def chat_request(body: Body, defaults: Body, *, strict: bool = False, names: Nam
     """Parse a body of `/v1/chat/completions`. Without max_tokens the model's context is the limit.
 
     defaults: sampling parameters for absent fields. strict: reject unknown fields and tools that are not functions.
-    names: see `http_errors`. Raises ValueError that begins with the field.
+    names: names of fields in the client's API, by their names in chat completions; stored for later errors. Raises
+    ValueError whose message begins with the invalid field's name in chat completions.
     """
     own, sampling = split(body, CHAT_FIELDS, strict=strict)
     if "messages" not in own:
@@ -146,8 +161,8 @@ def _template_variables(own: Body) -> dict[str, Any]:
 def _common(kind: type[APIRequest], own: Body, sampling: Body, grammar: str, names: Names) -> dict[str, Any]:
     """Return the fields of `kind` that the body has under the same names, and those of `APIRequest`.
 
-    sampling: sampling parameters in the body. own: its other fields. names: see `http_errors`.
-    grammar: field to name in errors of the grammar; if the body has a `response_format`, they name that.
+    sampling: sampling parameters, defaults included. own: other fields of the body. names: see `APIRequest`.
+    grammar: field that errors of `structured_outputs` name. If the body has a `response_format`, they name that field.
     """
     if (form := own.get("response_format")) is not None:
         if sampling.get("structured_outputs") is not None:

@@ -56,7 +56,10 @@ class ChatFormat:
         self.special_ids = special_token_ids(tokenizer)
 
     def prepare(self, parsed: ChatRequest, prompt: ChatPrompt) -> PreparedChat:
-        """Prepare a request for the engine. Raises ValueError for tool_choice auto without a tool parser."""
+        """Prepare a request for the engine.
+
+        Raises ValueError for tool_choice auto without a tool parser, or if `enable_auto_tool_choice` is False.
+        """
         phase: ReasoningPhase = "none" if self.reasoning_parser is None else self._reasoning_phase(prompt)
         disabled = any(parsed.template.get(name) is False for name in ("enable_thinking", "thinking"))
         if phase == "possible" and (disabled or parsed.template.get("reasoning_effort") == "none"):
@@ -90,7 +93,10 @@ class ChatFormat:
         return PreparedChat(params, phase, reader)
 
     def _reasoning_phase(self, prompt: ChatPrompt) -> ReasoningPhase:
-        """Return "opened" if the last tag of the prompt begins the reasoning, "none" if it ends it, else "possible"."""
+        """Return "opened" if the prompt's last reasoning tag is <think>, "none" if it is </think>, else "possible".
+
+        A tag before another special token belongs to an earlier message and does not count.
+        """
         begin, end = self.reasoning_begin_id, self.reasoning_end_id
         if begin is None or end is None:
             text = prompt["prompt"].rstrip()
@@ -104,7 +110,10 @@ class ChatFormat:
 
 
 def with_options(parsed: ChatRequest, options: ParserOptions) -> ChatRequest:
-    """Return the request with the options' chat template, and their template arguments unless it sets its own."""
+    """Return the request with the chat template of the options, and with their default template arguments.
+
+    Arguments that the request sets itself override the defaults of the same names.
+    """
     names = {**(options.default_chat_template_kwargs or {}), **parsed.template}
     return replace(parsed, chat_template=options.chat_template, template=names)
 

@@ -45,7 +45,7 @@ MAY_KEYWORD = re.compile(r"[A-Za-z_]\w{0,200}\s*=?\s*$")
 
 
 def read_calls(source: Source, at: int, calls: Calls) -> Parse[bool]:
-    """Consume call objects, or a list of them, at `at`. Returns False, and consumes nothing, if the first is none."""
+    """Consume call objects, or a list of them, at `at`. If no call begins there, return False and consume nothing."""
     found = False
     at = yield from skip_space(source, at)
     listed = source.text[at : at + 1] == "["
@@ -64,7 +64,7 @@ def read_calls(source: Source, at: int, calls: Calls) -> Parse[bool]:
 
 
 def _read_call(source: Source, at: int, calls: Calls) -> Parse[bool]:
-    """Consume the call at `at`. Returns False, and consumes nothing, if the object there is not a call."""
+    """Consume the call at `at`. If the object there is not an allowed call, return False and consume nothing."""
     name, arguments = "", ""
     member = yield from _next_member(source, at + 1)
     while member.key is not None:
@@ -101,10 +101,10 @@ class _Member(NamedTuple):
 
     key: str | None
     start: int
-    """Of the key, of the closing brace, or of the end of the text."""
+    """Position of the key; without a key, of the closing brace or of the end of the text."""
     end: int
     value: int
-    """Of the value, or after the closing brace."""
+    """Position of the value; without a key, the position after the closing brace, or `start` if there is no brace."""
 
 
 def _next_member(source: Source, at: int) -> Parse[_Member]:
@@ -205,8 +205,9 @@ def read_value(source: Source, writer: ArgumentsWriter, key: str) -> Parse[bool]
 def _read_string(source: Source, writer: ArgumentsWriter) -> Parse[bool]:
     """Consume a quoted string, and write it incrementally. Returns False if it was truncated.
 
-    A quote ends the string only before a comma, a bracket, the next key, or the end of the call or text. Without such a
-    quote, the string ends at the end tags of the call if no text follows them.
+    A quote ends the string only before a comma, a closing bracket, the next key, or the end of the call or text. Other
+    quotes are part of the string. If the last quote is missing, the string ends at the end of the text, or at the
+    call's end tags before it. End tags with other text after them are part of the string.
     """
     quote = source.take(1)
     while source.text in ("", quote) and not source.final:
@@ -246,7 +247,7 @@ def _read_string(source: Source, writer: ArgumentsWriter) -> Parse[bool]:
 
 
 def skip_end_tags(source: Source, at: int, writer: ArgumentsWriter) -> Parse[int]:
-    """Return the position after the call's end tags at `at`; `at` if there are none. writer: knows the end tags."""
+    """Return the position after the call's end tags at `at`; `at` if there are none. writer: has the end tags."""
     while at < len(source.text):
         start, tag = writer.end_tags.first(source, at)
         if start > at or (not tag and source.final):

@@ -54,7 +54,10 @@ _CALLS_IN_TEMPLATE = (
 
 
 def tool_parser_of(template: str, tags: Collection[str]) -> str | None:
-    """Return the tool parser for a chat template. LFM2's is chosen by tokenizer `tags`: its templates lack them."""
+    """Return the tool parser for a chat template; None if the template has no tools, or their format is unknown.
+
+    tags: tag tokens of the tokenizer. LFM2 is recognised by them if its template does not contain its tags.
+    """
     if "tools" not in template:
         return None
     default = "lfm2" if "<|tool_call_start|>" in tags else None
@@ -62,7 +65,7 @@ def tool_parser_of(template: str, tags: Collection[str]) -> str | None:
 
 
 def reasoning_parser_of(template: str, tags: Collection[str]) -> str | None:
-    """Return the reasoning parser for a chat template and tokenizer tags, or None."""
+    """Return the reasoning parser: "think" if the chat template or the tokenizer's `tags` have </think>, else None."""
     return "think" if THINK_END in template or THINK_END in tags else None
 
 
@@ -106,9 +109,10 @@ class ParserOptions(Checked):
 
 
 def selected_parsers(options: ParserOptions, template: Any, tags: Collection[str]) -> tuple[str | None, str | None]:
-    """Return the names of the tool call parser and the reasoning parser; None for none. `auto` selects by the template.
+    """Return the names of the tool call parser and the reasoning parser, each None if nothing is parsed.
 
-    template: the checkpoint's, or several by name. tags: tag tokens of the tokenizer.
+    `auto` in the options selects by the template. template: chat template of the checkpoint, or several by name, which
+    count as one text. `chat_template` of the options replaces it. tags: tag tokens of the tokenizer.
     """
     named = template.values() if isinstance(template, Mapping) else [template]
     text = options.chat_template or "\n".join(each for each in named if isinstance(each, str))

@@ -49,7 +49,7 @@ class Olmo3(Pythonic):
 
 
 def _read_functions(source: Source, at: int, calls: Calls) -> Parse[bool]:
-    """Consume calls from a position on. Returns False, and consumes nothing, if the first is not a call."""
+    """Consume calls from a position on. If no allowed call begins there, return False and consume nothing."""
     found = False
     while True:
         named = _CALL.match(source.text, at)
@@ -70,7 +70,7 @@ def _read_functions(source: Source, at: int, calls: Calls) -> Parse[bool]:
 
 
 def _read_keywords(source: Source, writer: ArgumentsWriter) -> Parse[bool]:
-    """Consume arguments up to `)`, even without commas or names. Returns False if they were truncated."""
+    """Consume arguments up to `)`; commas and names may be missing. Returns False if they were truncated."""
     if names := "|".join(map(re.escape, writer.properties)):
         writer.next_key = re.compile(rf"(?<!\w)(?:{names})\s*=(?!=)")
     while True:
@@ -99,9 +99,10 @@ def _read_keywords(source: Source, writer: ArgumentsWriter) -> Parse[bool]:
 
 
 def _read_keyword(source: Source, at: int, writer: ArgumentsWriter) -> Parse[tuple[str, int]]:
-    """Return an argument's name and the position of its value. One without a name gets the next parameter's.
+    """Return an argument's name and the position of its value.
 
-    The name is empty if no parameter is left, or if the text ends within a name.
+    A value without a name gets the name of the first parameter of the schema that has no value yet. The name is empty
+    if all parameters have values, or if the text ends within a name.
     """
     while MAY_KEYWORD.match(source.text, at):
         if source.final:  # truncated

@@ -26,7 +26,11 @@ class Function(NamedTuple):
 class ToolFormat:
     """Base class of tool call formats. Parses the calls of an answer, and builds their grammar.
 
-    CALL is the grammar of one call, LIST of several in one pair of tags. BARE_STARTS start a call without a tag.
+    START_TAGS, END_TAGS, INNER_TAGS: tags that can start a call, that end it, and other tags inside of it.
+    BARE_STARTS: characters that start a call without a tag, at the start of the answer. SEPARATOR: text between two
+    calls. CALL: grammar of one call: (text before the arguments, function from their schema to their grammar, text
+    after the arguments); {name} in the first text stands for the tool's name. LIST: (text before, between, after)
+    several calls, if one pair of tags encloses them; else None.
     """
 
     START_TAGS: ClassVar[tuple[str, ...]] = ()
@@ -45,7 +49,7 @@ class ToolFormat:
     """Text before, between and after calls, if one pair of tags encloses several calls."""
 
     def __init__(self, tools: Tools, max_calls: int | None = None, table: TagTable | None = None) -> None:
-        """max_calls: None for no limit. table: tags that are single tokens."""
+        """max_calls: maximum number of calls in an answer; None for no limit. table: tags that are single tokens."""
         self.tools, self.max_calls = tools, max_calls
         self.table = TagTable() if table is None else table
         self.start_tags = tuple(map(self.table.marker, self.START_TAGS))
@@ -57,7 +61,7 @@ class ToolFormat:
         return (*cls.START_TAGS, *cls.END_TAGS, *cls.INNER_TAGS)
 
     def read(self, source: Source, calls: "Calls") -> Parse[bool]:
-        """Parse and consume the calls at the start of the text. Returns False, and consumes nothing, without calls."""
+        """Parse and consume the calls at the start of the text. If there are none, return False and consume nothing."""
         raise NotImplementedError
 
     @classmethod
@@ -130,7 +134,10 @@ class Calls:
 
 
 class ArgumentsWriter:
-    """Incremental writer of the arguments of one call, as JSON. `write` adds JSON text; `end_tags` end the call."""
+    """Incremental writer of the arguments of one call, as JSON.
+
+    `write` adds JSON text. `end_tags` searches for the tags that end the call.
+    """
 
     def __init__(self, write: Callable[[str], None], schema: Mapping[str, Any], end_tags: Search) -> None:
         self.write, self._schema, self.end_tags = write, schema, end_tags
