@@ -82,10 +82,11 @@ class RequestHistograms:
 
 @dataclass(slots=True)
 class OffloadStats:
-    """Totals of KV offload since the engine started: sizes, hits, copied bytes, failures.
+    """Sizes of the KV offload tiers, and totals since the engine started: hits, copied bytes, failures.
 
-    stored_bytes, loaded_bytes: from the device to host memory, and back. written_bytes, read_bytes: from host memory to
-    disk, and back.
+    stored_bytes, loaded_bytes: copied from the device to host memory, and back. dropped_bytes: not copied to host
+    memory, because it had no room. written_bytes, read_bytes: copied from host memory to disk, and back.
+    unwritten_files: files that could not be written. refused: files that were unusable when they were read, by reason.
     """
 
     host_bytes: int = 0
@@ -107,7 +108,7 @@ class OffloadStats:
     unwritten_files: int = 0
     """Files given up because the disk refused them or host memory had no room for their contents."""
     refused: Counter[str] = field(default_factory=Counter)
-    """Number of unusable files by reason."""
+    """Number of files that were unusable when they were read, by reason."""
 
 
 @dataclass(slots=True)
@@ -162,7 +163,7 @@ class EngineStats:
     """On CPU, forward and sample include the computation."""
 
     def add_step(self, marks: StepMarks, num_tokens: int) -> None:
-        """Add a step. marks: its parts and their end times. num_tokens: tokens of the launched step; 0 for none."""
+        """Add a step. marks: its parts and their end times. num_tokens: tokens of the step; 0 if none was launched."""
         for (_, start), (part, end) in pairwise(marks):
             self.seconds[part] += end - start
         if num_tokens:

@@ -133,7 +133,9 @@ class DraftHead:
         return None
 
     def costs(self, dtype: torch.dtype, rule: Rule) -> DraftCosts:
-        """Return the memory of the head per token and per draft, with keys and values in `dtype`."""
+        """Return the bytes that the head needs: keys and values in `dtype` per token, and stored logits per draft.
+        rule: acceptance rule of the drafts; COUPLED stores no logits.
+        """
         spec = self.head.spec
         shard = shard_of(self.head)
         width = spec.draft_vocab_size if shard is None else shard.widest  # equal on all ranks
@@ -153,7 +155,7 @@ class DraftHead:
         rule: Rule,
     ) -> EagleSpeculator:
         """Create the EAGLE proposer, with CUDA graphs in their own memory pool.
-        Its KV caches use the block tables of the target's first KV cache group.
+        Its KV caches use the block tables of the target's first KV cache group. rule: acceptance rule of the drafts.
         """
         spec = self.head.spec
         heads = [(spec.num_kv_heads, spec.head_dim)] * spec.num_layers

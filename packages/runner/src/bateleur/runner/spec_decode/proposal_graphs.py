@@ -31,7 +31,9 @@ from bateleur.runner.sampling.step_end import Forward, ForwardState, SampleStepP
 
 
 class ProposalSteps(SampleStepProducer):
-    """Stages proposals after dummy and random steps, for capture and checks. Random steps have random draft caches."""
+    """Prepares the inputs of proposal graphs, for capture and checks. It runs the target on a dummy or random batch,
+    then builds the metadata of the draft passes. For a random batch it also fills the drafter's caches at random.
+    """
 
     def __init__(self, forward: Forward, sampler: RejectionSampler, drafter: EagleSpeculator) -> None:
         super().__init__(forward, sampler)
@@ -39,7 +41,7 @@ class ProposalSteps(SampleStepProducer):
 
     @property
     def generation(self) -> int:
-        """How often the step's buffers and the metadata of the draft passes have been staged."""
+        """Number of times that the step's buffers or the metadata of the draft passes have been written."""
         return super().generation + self._drafter.steps.generation
 
     def _randomize(self, key: BatchExecutionDescriptor, context: StepContext, hidden: Tensor, seed: int) -> None:
@@ -73,7 +75,7 @@ class ProposalSteps(SampleStepProducer):
 
 
 def features_of(drafter: Drafter, hidden: Tensor, *taps: Tensor) -> tuple[Tensor, ...]:
-    """Return the hidden states that a drafter reads: `taps`, from between the layers, and the final one if needed."""
+    """Return the target's hidden states that a drafter reads: `taps` (between layers), and `hidden` (final) if read."""
     return (*taps, hidden) if drafter.needs.hidden else taps
 
 
@@ -102,7 +104,7 @@ class ProposalGraphs:
         sampler: RejectionSampler,
         numbers: Sequence[int],
     ) -> None:
-        """Capture a graph for each `forward` graph with equal query lengths and each of these numbers of drafts."""
+        """Capture graphs for each `forward` graph with equal query lengths: one for each of these numbers of drafts."""
         self._sampler, self._rows = sampler, sampler.rows
         self._drafter, self._numbers = drafter, sorted(numbers)
         self.manager: CudaGraphManager[ForwardState, Tensor] = graphs_after(
@@ -112,7 +114,9 @@ class ProposalGraphs:
         capture_graphs(self.manager, steps, self._body, sampler.model.peers, "no graph of the draft")
 
     def key_of(self, step: BatchExecutionDescriptor | None, num_drafts: int) -> BatchExecutionDescriptor | None:
-        """Return the key of a graph for at least `num_drafts` drafts after a step in graph `step`; None without one."""
+        """Return the key of a graph for at least `num_drafts` drafts, after a step that ran in graph `step` (None: ran
+        eagerly); None if there is no graph.
+        """
         if step is None or step.uniform_query_len is None:
             return None
         enough = next(k for k in self._numbers if k >= num_drafts)

@@ -37,9 +37,10 @@ from bateleur.runner.utils.device import DeviceCopies, upload
 
 
 class Proposal(NamedTuple):
-    """Draft lengths after a step, and information about that step for the policy.
+    """Draft lengths that were chosen after a step, and information about that step for the policy.
     lengths: (R,) drafts of each request for its next step. num_requested: drafts that the policy had requested for the
-    decoding requests of the step that has ended. greedy: whether all requests take the most likely token.
+    ended step, summed over its decoding requests. greedy: whether drafts need no noise, because all requests take the
+    most likely token or the drafter does not sample.
     """
 
     lengths: Int32s
@@ -259,13 +260,16 @@ def plan_drafts(
     *,
     waits_for_length: bool,
 ) -> None:
-    """Write `num_drafts`, `num_draft_slots` and `must_wait` of the request table for all decoding requests.
+    """Write three columns of the request table for the next step of all decoding requests: `num_drafts`, the drafts to
+    verify; `num_draft_slots`, the tokens to compute for drafts, padding included; and `must_wait`.
     A request verifies those proposed drafts that its remaining length allows. While a step is in flight, only bounds of
-    the length are known. If the request's tokens depend on the number of drafts, it waits until the length is known.
+    the length are known. A request then must wait for the results of that step in two cases: its tokens depend on the
+    number of drafts and may not have room for all of them, or its token rules (min_tokens) depend on the length.
 
     max_drafted_len: maximum sequence length, drafts included, up to which the drafter can propose.
-    graphed: numbers of drafts for which steps have graphs, ascending. All requests then get as many slots as the graph
-        for the longest one, because batches of different lengths would run eagerly (vLLM #35387).
+    graphed: numbers of drafts for which steps have graphs, ascending; empty without graphs. The smallest of them that
+        is enough for every request gives the slots of all requests, because batches of different lengths would run
+        eagerly (vLLM #35387). Near `max_model_len` a request gets fewer slots.
     waits_for_length: whether tokens depend on the number of drafts, as under the acceptance rules RATIO and BLOCK.
     """
     rows = np.flatnonzero(table.num_computed >= np.maximum(table.prefill_len, 1))
