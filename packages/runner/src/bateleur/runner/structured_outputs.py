@@ -25,7 +25,7 @@ def _bounded(name: str, value: Any) -> str:
 
 
 def _json_object(kind: str) -> Check:
-    """Return a check for an object, or JSON text of one; it returns JSON text. kind: name of the object in errors."""
+    """Return a check that accepts an object or JSON text of one, and returns JSON text. kind: name in errors."""
     rule = f"{kind}: an object, or JSON text of one"
 
     def check(name: str, value: Any) -> str:
@@ -63,7 +63,7 @@ def _choice(name: str, value: Any) -> tuple[str, ...]:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StructuredOutputsParams(Checked):
     """Required form of a request's text. Immutable. Raises ValueError unless exactly one of the six forms is given.
-    The forms are the fields but `disable_any_whitespace`.
+    The forms are all fields except `disable_any_whitespace`.
     """
 
     json: str | Mapping[str, Any] | None = option(None, maybe(_json_object("a JSON schema")))
@@ -96,7 +96,10 @@ class StructuredOutputsParams(Checked):
 
 
 def structured_outputs(name: str, value: Any) -> StructuredOutputsParams:
-    """Return `StructuredOutputsParams`, given that or a mapping of its fields. Raises ValueError."""
+    """Return `value` if it is `StructuredOutputsParams`, else create them from a mapping of their fields.
+
+    name: name of the argument, for errors. Raises ValueError for another type, an unknown field or an invalid value.
+    """
     if isinstance(value, StructuredOutputsParams):
         return value
     given = drop_unsupported(STRUCTURED, mapping(name, value, "StructuredOutputsParams, or a mapping of its fields"))

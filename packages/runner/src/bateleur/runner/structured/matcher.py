@@ -74,9 +74,10 @@ class Matcher:
         return error_line(self._parser.get_error())
 
     def ended(self, *, without_end: bool = False) -> bool:
-        """Return whether the text is complete and no token can follow, so that the engine must end the request.
+        """Return whether the engine must end the request, because its text is complete and no token is allowed.
 
-        No end token can follow if the request has none, or if min_tokens forbids it now (`without_end`).
+        False if an end-of-sequence token may follow, because the request then ends with this token. No such token may
+        follow under ignore_eos, or if min_tokens forbids it now (`without_end`).
         """
         if self._parser.is_error() or not (without_end or not self._ends):
             return False

@@ -50,7 +50,7 @@ def _property_schema(schema: Mapping[str, Any], key: str) -> Mapping[str, Any]:
 
 
 def _schema(given: object) -> object:
-    """Return a schema that is true or false as an object."""
+    """Convert the JSON schemas true and false to equivalent objects. Other values are returned as they are."""
     return {} if given is True else {"not": {}} if given is False else given
 
 
@@ -216,7 +216,7 @@ class _Compiler:
         """Return the expression of free text in which each trigger starts a call.
 
         calls: rules for what follows a trigger, by trigger. ends: if given, one of these texts ends the text.
-        excludes: tags that the text does not have. after: what follows a call, instead of more text.
+        excludes: tags that the text does not have. after: expression after a call; None for more text and calls.
         last: whether the text must end with a call; xgrammar has no such option.
         """
         tags, known = (*calls, *ends, *excludes), self._tokens
@@ -243,9 +243,10 @@ class _Compiler:
         return f"({text} | <[{','.join(map(str, sorted(special)))}]>)*" if special else f"{text}?"
 
     def _text_up_to(self, tag: str) -> str:
-        """Return the expression of text that ends with its first `tag`.
+        """Return the expression that continues free text up to and including the first `tag`.
 
-        If the tag is one token, only of the tag, because the free text before it already excludes this token.
+        If the tag is one token, the expression is only the tag, because the free text can't contain this token. Else it
+        is any text that ends with the tag.
         """
         return self._literal(tag) if tag in self._tokens.tags else self._lazy(f"(?s:.*){escaped(tag)}")
 
@@ -276,7 +277,7 @@ class _Compiler:
         return self._rule(f"/{regex}/", options="[lazy]")
 
     def _rule(self, body: str, *, options: str = "", terminal: bool = False) -> str:
-        """Add a rule if it is new, and return its name. options: Lark attributes. terminal: it is a Lark terminal."""
+        """Add a rule if it is new, and return its name. options: Lark attributes. terminal: add a Lark terminal."""
         known = f"{options}: {body}"
         if known not in self._names:
             self._names[known] = name = f"{'T' if terminal else 'r'}{len(self._names)}"

@@ -75,7 +75,7 @@ class IncrementalDetokenizer:
         return self._text.read()
 
     def tags_from(self, first: int) -> list[TextTag]:
-        """Return the tags in the text so far, from index `first` on."""
+        """Return the tags in the text returned so far, in order, without the first `first` tags."""
         return [tag for tag in self._found[first:] if tag.end <= self._text.tell()]
 
     def push(self, token_id: int) -> str:
@@ -135,8 +135,9 @@ class IncrementalDetokenizer:
     def _shorten_partial(self) -> str:
         """Drop old tokens of a long `_window` (the tokens that `push` decodes) with invalid bytes at its end.
 
-        Returns the new text. The window is split where the texts of both halves join to the text of the whole. A UTF-8
-        sequence has at most four bytes, so at least one of four adjacent token borders splits none.
+        Returns the dropped text that was not searched for stop strings yet; "" if nothing is dropped. The window is
+        split where the texts of both halves join to the text of the whole. A UTF-8 sequence has at most four bytes, so
+        at least one of four adjacent token borders is not inside of a sequence.
         """
         for cut in range(len(self._window) - 5, len(self._window) - 9, -1):
             left, right = self._decode(self._window[:cut]), self._decode(self._window[cut:])

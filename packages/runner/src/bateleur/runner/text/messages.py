@@ -23,7 +23,8 @@ def checked_messages(messages: object) -> list[dict[str, Any]]:
     """Return a conversation with every content as one text and tool-call arguments as objects.
 
     Clients repeat the whole conversation, so malformed past messages are read as well as possible, and logged. Raises
-    ValueError, naming the place, for a message without a role, and if the user's last message is not text.
+    ValueError, naming the place, for a message without a role, a tool call without a function name, and a new user
+    message (after the last answer) that is not text.
     """
     listed = _sequence("messages", messages, "a list of messages")
     if not listed:
@@ -65,7 +66,11 @@ def is_conversation(messages: object) -> bool:
 
 
 def _normalise(name: str, message: dict[str, Any], *, asked: bool) -> None:
-    """Convert the fields of a message for templates. asked: it is a new user message, so faults raise ValueError."""
+    """Convert the fields of a message for templates, in place. name: its path in errors, such as messages[2].
+
+    asked: whether this is a new user message, after the last answer. Content that is not text then raises ValueError;
+    in other messages it is converted and logged.
+    """
     content = message.get("content")
     if asked and content is None:
         refuse(f"{name}.content", content, "text, or a list of parts")
@@ -87,7 +92,10 @@ def _normalise(name: str, message: dict[str, Any], *, asked: bool) -> None:
 
 
 def _content(name: str, content: object, message: dict[str, Any], *, asked: bool) -> str:
-    """Return a content as one text. Parts are joined with newlines, as vLLM does. asked: see `_normalise`."""
+    """Return a content as one text. Parts are joined with newlines, as vLLM does.
+
+    name: path of the content in errors. asked: whether content that is not text raises ValueError, see `_normalise`.
+    """
     if content is None:
         return ""
     if isinstance(content, str):
@@ -104,7 +112,10 @@ def _content(name: str, content: object, message: dict[str, Any], *, asked: bool
 
 
 def _part(name: str, given: object, message: dict[str, Any], *, asked: bool) -> str | None:
-    """Return the text of a content part; None for reasoning, which is moved to `message`. asked: see `_normalise`."""
+    """Return the text of a content part; None for reasoning, which is moved to `message`.
+
+    name: path of the part in errors. asked: whether a part that is not text raises ValueError, see `_normalise`.
+    """
     if not asked and not isinstance(given, Mapping):
         _log_fault("a part that is not an object is written as JSON")
         return None if given is None else json.dumps(given, ensure_ascii=False, default=shown)
@@ -125,7 +136,10 @@ def _part(name: str, given: object, message: dict[str, Any], *, asked: bool) -> 
 
 
 def _unicode(name: str, written: str, *, asked: bool) -> str:
-    """Return valid Unicode. Half a surrogate pair raises in a new message (`asked`), and is replaced in a past one."""
+    """Return the text as valid Unicode. Half of a surrogate pair is replaced, or raises ValueError if `asked`.
+
+    name: path of the text in errors. asked: whether it is in a new user message.
+    """
     if asked or written.isascii():
         require_unicode(name, written)
         return written
@@ -133,7 +147,10 @@ def _unicode(name: str, written: str, *, asked: bool) -> str:
 
 
 def _call(name: str, given: object) -> dict[str, Any]:
-    """Return a tool call with its arguments as an object, because templates serialise them again."""
+    """Return a tool call with its arguments as an object, because templates serialise them again.
+
+    name: path of the call in errors. Raises ValueError for a call without a function name.
+    """
     call = _mapping(name, given)
     if call.get("type") == "custom" and isinstance(custom := call.pop("custom", None), Mapping):
         call |= {"type": "function", "function": {**custom, "arguments": {"input": custom.get("input")}}}
@@ -144,7 +161,7 @@ def _call(name: str, given: object) -> dict[str, Any]:
 
 
 def _arguments(given: object) -> dict[str, Any]:
-    """Return the arguments of a call: of truncated JSON the complete part, of other text {"arguments": text}."""
+    """Return the arguments of a call as an object. Truncated JSON is completed, other text is {"arguments": text}."""
     if isinstance(given, str) and "\\ud" in given.lower():
         given = _HALF.sub(lambda found: found[1] or "\\ufffd", given)
     value = given

@@ -90,7 +90,10 @@ def piece_decoder(backend: Any) -> Callable[[str], bytes]:
 
 
 def _steps(decoder: Any) -> list[_Step]:
-    """Return the functions that a decoder of `tokenizer.json` applies to each token before it joins them."""
+    """Return the functions that a decoder of `tokenizer.json` applies to each token before it joins the tokens.
+
+    Raises ValueError for an unsupported decoder.
+    """
     if decoder is None:
         raise ValueError("one without a decoder, which puts spaces between tokens, and must be one that joins them")
     kind = decoder["type"]
@@ -130,7 +133,10 @@ BYTES = {chr(byte): byte for byte in _PRINTABLE} | {chr(256 + i): byte for i, by
 
 
 def _byte_level(data: str | bytes) -> str | bytes:
-    """Map characters to bytes. A token with any other character was added later and is plain text."""
+    """Convert a token of a byte-level vocabulary (GPT-2) to bytes, one for each character, by `BYTES`.
+
+    Bytes are returned as they are, and so is an added token in plain text, which has a character outside of `BYTES`.
+    """
     if isinstance(data, bytes) or any(each not in BYTES for each in data):
         return data
     return bytes(BYTES[each] for each in data)

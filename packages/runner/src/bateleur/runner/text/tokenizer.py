@@ -52,9 +52,10 @@ def _added_tokens(tokenizer: Tokenizer) -> list[tuple[int, Any]]:
 def bad_words_token_ids(
     words: Sequence[str], tokenizer: Tokenizer, vocab_size: int, max_tokens: int
 ) -> tuple[tuple[int, ...], ...]:
-    """Return the token ids of each word at the start of a text and after a space; those over `max_tokens` are left out.
+    """Return the token ids of bad words, all in one tuple: each word at the start of a text, and again after a space.
 
-    Raises ValueError, naming the word, if it has no tokens, or one that the model does not have.
+    Equal ids are listed once. Forms of more than `max_tokens` tokens are left out, because the output has no room for
+    them. Raises ValueError, naming the word, for a word without tokens, or with a token that the model does not have.
     """
     if words and isinstance(tokenizer, NoTokenizer):
         raise ValueError(f"bad_words is {tuple(words)}; it must be empty without a tokenizer")
