@@ -45,8 +45,8 @@ def refuse(name: str, value: object, rule: str) -> NoReturn:
 
 @dataclass(frozen=True, slots=True)
 class Integer:
-    """Checks for an integer in [low, high]; a bool is not one. rule: replaces the rule in the message, which is made
-    from the bounds. why: appended to the rule.
+    """Checks for an integer in [low, high]; a bool is not one. rule: what the value must be, for the message; empty for
+    a text made from the bounds. why: appended to the rule.
     """
 
     low: float = -math.inf
@@ -102,14 +102,20 @@ def text(name: str, value: object) -> str:
 
 
 def mapping(name: str, value: object, rule: str = "an object") -> dict[str, Any]:
-    """Return a mapping from texts as a dict. Raises ValueError with the rule for another value."""
+    """Return `value`, a mapping with str keys, as a dict. Raises ValueError for anything else.
+
+    rule: what the value must be, for the message.
+    """
     if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
         refuse(name, value, rule)
     return dict(value)
 
 
 def folder(name: str, value: object, kind: str = "folder") -> str:
-    """Return the path of a folder, which need not exist. Raises ValueError for another value. kind: word for errors."""
+    """Return `value`, the path of a folder, as str; the folder need not exist. Raises ValueError for anything else.
+
+    kind: word for the folder in the message.
+    """
     path = fspath(value) if isinstance(value, PathLike) else value
     if not isinstance(path, str) or not path:
         refuse(name, value, f"the path of a {kind}")
@@ -117,7 +123,7 @@ def folder(name: str, value: object, kind: str = "folder") -> str:
 
 
 def file(name: str, value: object) -> Path:
-    """Return the path of a file, which need not exist. Raises ValueError for another value."""
+    """Return `value`, the path of a file, as `Path`; the file need not exist. Raises ValueError for anything else."""
     path = folder(name, value, "file")
     return Path(path) if "\0" not in path else refuse(name, value, "the path of a file")
 

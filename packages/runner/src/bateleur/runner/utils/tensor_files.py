@@ -18,16 +18,17 @@ INDEX = "model.safetensors.index.json"
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """Supported dtypes of weights, by their names in safetensors."""
 _MAPPED = DTYPES | {"F8_E4M3": torch.uint8, "U8": torch.uint8, "I8": torch.int8, "I32": torch.int32, "I64": torch.int64}
-"""What tensors of quantised modules may be stored in, and what they are read as."""
+"""Dtypes of stored tensors, including those of quantised modules, and the dtypes that they are read as."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
     """Name, shape, dtype and position of one tensor in a safetensors file.
 
-    name: as in the file, whatever prefix the family has. dtype: name in safetensors: `F32`, `BF16`, ... start: offset
-    in the file in bytes. named: False for a tensor of a shard that the index does not list; it is read if the model
-    needs it. quantized: whether values are computed from codes and scales, and first rounded to the dtype of the model.
+    name: name in the file, before `renamed` changes its prefix. dtype: name in safetensors: `F32`, `BF16`, ... start:
+    offset in the file in bytes. named: False if the index of the shards does not list the tensor, which is then read
+    only if the model needs it. quantized: whether `mapped` computes the values from codes and scales. The loader rounds
+    such values to the dtype of the model before any other conversion.
     """
 
     file: Path
@@ -40,9 +41,10 @@ class TensorEntry:
     quantized: ClassVar[bool] = False
 
     def mapped(self) -> Tensor:
-        """Return the tensor, read on use: torch would reserve memory for the whole file. float8 is returned as bits.
+        """Return the tensor as a copy-on-write memory map of its part of the file. float8 is returned as uint8 bits.
 
-        Raises ValueError for an unsupported dtype, or if the file became shorter.
+        Raises ValueError for an unsupported dtype, or if the file became shorter. The map is numpy's, because torch
+        would reserve memory for the whole file.
         """
         if self.dtype not in _MAPPED:
             raise ValueError(f"{self.file}: {self.name} is {self.dtype}; supported are {', '.join(_MAPPED)}")

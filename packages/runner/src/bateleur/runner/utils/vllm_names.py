@@ -156,7 +156,10 @@ _PASSED = ("num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max")
 
 
 def translate_vllm_names(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Replace vLLM's enforce_eager and speculative_config by the options here. Raises ValueError for other values."""
+    """Replace vLLM's enforce_eager and speculative_config by the options here. Other arguments are returned unchanged.
+
+    Raises ValueError for a speculative_config without an equivalent, and if another argument contradicts one of them.
+    """
     options = _translate_speculative_config(given)
     eager = options.pop("enforce_eager", False) is True
     if eager and (mode := options.setdefault("cudagraph_mode", "NONE")) not in ("NONE", None):
