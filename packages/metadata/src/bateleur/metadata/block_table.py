@@ -11,10 +11,11 @@ class BlockTable:
     """Block ids of all requests of one KV-cache group, one row each, and the log of writes that are not staged yet.
 
     A step names rows of the table, and :class:`InputBuffers` (one per table) copies only ids written since the row was
-    last staged. Read ``ids`` directly, but write through the methods. Columns after a row's last block must be null.
+    last staged. Read ``ids`` directly, but write through the methods. Columns after a row's last block must be 0, the
+    null block.
 
     Attributes:
-        ids: (M, max_blocks) int32.
+        ids: (M, max_blocks) int32, for M requests that may run at once.
         width: number of leading columns that may hold ids, as of the last :meth:`take_writes`.
         cleared: (M,) bool, rows cleared and not staged since.
         num_clears, num_writes: number of clears and of writes so far.
@@ -33,11 +34,14 @@ class BlockTable:
         self.mark_all_unstaged()
 
     def write(self, rows: IntArray | int, columns: IntArray | int, ids: npt.ArrayLike) -> None:
-        """Set ``ids[rows, columns]``; rows and columns are broadcast."""
+        """Set entries ``[rows, columns]`` of the table to ``ids`` and log them; rows and columns are broadcast."""
         self.write_cells(np.asarray(rows, np.int64) * self._columns + columns, ids)
 
     def write_cells(self, cells: npt.NDArray[np.int64], ids: npt.ArrayLike) -> None:
-        """Set entries of the table to ``ids``. cells: (n,) ``row * max_blocks + column``; do not change it later."""
+        """Set entries of the table to ``ids`` and log them.
+
+        cells: (n,) ``row * max_blocks + column``. The log keeps this array, so do not change it later.
+        """
         self.num_writes += 1
         self._flat[cells] = ids
         self._written.append(cells.reshape(-1))
@@ -63,11 +67,14 @@ class BlockTable:
         self.num_clears += 1
 
     def take_writes(self, batch_row: IntArray, moved: bool) -> tuple[IntArray, IntArray, I32Array] | None:
-        """Take the logged writes of requests in the batch: batch rows, columns and current ids, (n,) each; or None.
+        """Return the logged writes of requests in the batch, and remove them from the log.
 
-        batch_row: (M,) batch row of each row of this table; -1: not in the batch, so that its writes stay in the log.
-        moved: whether the batch has other requests than at the last call. Only then, writes that stayed in the log at
-            earlier calls are taken, too.
+        Returns batch rows, columns and current ids, (n,) each; None if the log has no write of these requests. Writes
+        of other requests stay in the log.
+
+        batch_row: (M,) batch row of each row of this table; -1 if the row is not in the batch.
+        moved: whether ``batch_row`` may have changed since the last call. If not, only writes since that call are
+            searched, because all older ones in the log belong to requests outside of the batch.
         """
         if moved:
             self._written += self._skipped

@@ -57,7 +57,7 @@ class CommonAttentionMetadata:
     value of each field.
 
     Attributes:
-        num_reqs, num_tokens, max_query_len: padded sizes and bound of the shape.
+        num_reqs, num_tokens: padded sizes. max_query_len: upper bound of all query lengths, see :class:`BatchShape`.
         num_actual_reqs, num_actual_tokens: real sizes, under graphs too (vLLM's ``num_actual_tokens`` is padded there).
         max_seq_len: upper bound of ``seq_lens``; ``max_model_len`` during a graph capture.
         input_ids, positions: (T,). query_start_loc, query_start_loc_cpu: (R + 1,).
@@ -116,7 +116,11 @@ def leading(values: Mapping[str, Any], name: str, size: int) -> Any:
 
 
 def leading_arrays(view: Callable[[str, int], Any], num_reqs: int, num_tokens: int) -> dict[str, Any]:
-    """Return the arrays of a :class:`CommonAttentionMetadata`; ``view(name, size)`` returns ``size`` entries of one."""
+    """Return all array fields of a :class:`CommonAttentionMetadata` by name, cut to a number of requests and tokens.
+
+    The two host arrays of lengths become one ``seq_len_bound``. view: ``view(name, size)`` returns the first ``size``
+    entries of the field ``name``, as :func:`leading` does.
+    """
     arrays = {name: view(name, field.leading_dim.size(num_reqs, num_tokens)) for name, field in FIELDS.items()}
     bound = SeqLenBound(arrays.pop("seq_lens_cpu_upper_bound"), arrays.pop("seq_lens_cpu_exact"))
     return arrays | {"seq_len_bound": bound}

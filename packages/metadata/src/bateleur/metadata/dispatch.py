@@ -39,7 +39,10 @@ def cdiv(x: int, y: int) -> int:
 
 @cache
 def next_power_of_2(size: int) -> int:
-    """Return the least power of two that is at least `size` >= 1. Triton's function takes five calls in each launch."""
+    """Return the least power of two that is at least `size` >= 1.
+
+    ``triton.next_power_of_2`` would take five Python calls each time that a kernel is launched.
+    """
     return 1 << (size - 1).bit_length()
 
 

@@ -10,7 +10,8 @@ from enum import Enum
 class Role(Enum):
     """Rule between a host scalar at capture and the same scalar of a batch that replays the graph.
 
-    BOUND: at most the captured value. FLOOR: at least the captured value. LAYOUT, CONTROL: equal to it.
+    BOUND: at most the captured value. FLOOR: at least the captured value. LAYOUT (a stride, width or offset): equal to
+    it. CONTROL (a value that selects a branch or kernel): equal to it, and the graph key must contain it.
     """
 
     BOUND = "bound"
@@ -25,7 +26,7 @@ class Role(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Signature:
-    """Named host scalars of one batch with their roles. Values of roles BOUND and FLOOR must be comparable."""
+    """Host scalars of one batch: (name, role, value) each. Values of roles BOUND and FLOOR must be comparable."""
 
     items: tuple[tuple[str, Role, Hashable], ...] = ()
 

@@ -286,7 +286,10 @@ class FlashInferBackend(AttentionBackend):
         return FlashInferBuilder(self._plans)
 
     def missing_requirement(self, config: LayerConfig) -> str | None:
-        """Return why FlashInfer cannot serve ``config``, or None."""
+        """Return a reason if FlashInfer is not installed or does not have the head dimension, else None.
+
+        Called by ``unsupported_reason``.
+        """
         if find_spec("flashinfer") is None:
             return "flashinfer is not installed; bateleur-metadata[flashinfer] installs it"
         if config.head_dim not in _HEAD_DIMS:

@@ -28,7 +28,7 @@ class TorchBackend(AttentionBackend):
     kernel = staticmethod(ops.paged_attention)
 
     def missing_requirement(self, config: LayerConfig) -> str | None:
-        """Return why torch cannot serve ``config``, or None."""
+        """Return a reason if the device is neither a CPU nor CUDA, else None. Called by ``unsupported_reason``."""
         return None if config.device.type in ("cpu", "cuda") else f"device {config.device} is neither CPU nor CUDA"
 
 
@@ -48,7 +48,10 @@ class NativeBackend(AttentionBackend):
     kernel = staticmethod(ops.native_paged_attention)
 
     def missing_requirement(self, config: LayerConfig) -> str | None:
-        """Return why C cannot serve ``config``, or None."""
+        """Return a reason if the device is no CPU or C kernels cannot be compiled, else None.
+
+        Called by ``unsupported_reason``.
+        """
         return native.unavailable_reason() if config.device.type == "cpu" else f"device {config.device} is not a CPU"
 
 
@@ -78,7 +81,9 @@ class TritonBackend(AttentionBackend):
         return ops.attention_work(kv[0], meta.seq_lens, meta.query_start_loc, *bounds, dtype)
 
     def missing_requirement(self, config: LayerConfig) -> str | None:
-        """Return why Triton cannot serve ``config``, or None."""
+        """Return a reason if the head dimension is above 256, Triton is not installed, or the GPU cannot have an FP8
+        cache that ``config`` has; else None. Called by ``unsupported_reason``.
+        """
         if config.head_dim > _MAX_HEAD_DIM:
             return f"head_dim {config.head_dim} is above {_MAX_HEAD_DIM}"
         if find_spec("triton") is None:

@@ -38,12 +38,18 @@ class TorchVarlenBackend(AttentionBackend):
     write = staticmethod(ops.write_kv)
 
     def missing_requirement(self, config: LayerConfig) -> str | None:
-        """Return why torch's kernel cannot serve ``config``, or None."""
+        """Return a reason if the head dimension is not a multiple of 8 up to 256, else None.
+
+        Called by ``unsupported_reason``.
+        """
         fits = config.head_dim % 8 == 0 and config.head_dim <= _MAX_HEAD_DIM
         return None if fits else f"head_dim {config.head_dim} is not a multiple of 8 up to {_MAX_HEAD_DIM}"
 
     def unsupported_reason(self, config: LayerConfig) -> str | None:
-        """Return why the backend cannot serve ``config``, or None. On CUDA it runs the kernel once, on five tokens."""
+        """Return why the backend cannot serve ``config``, or None.
+
+        On CUDA, after all other checks, it runs torch's kernel once, on five tokens.
+        """
         if (reason := super().unsupported_reason(config)) is not None:
             return reason
         if _kernel() is None:
@@ -51,7 +57,7 @@ class TorchVarlenBackend(AttentionBackend):
         return _probe(config, _active_flash_attention())
 
     def check(self, kv: KVCache, meta: PagedAttentionMetadata) -> None:
-        """Raise ValueError for a block size that cuDNN does not support: it must be a power of two."""
+        """Raise ValueError if the block size is no power of two, which cuDNN needs. FlashAttention accepts any size."""
         block_size = kv[0].shape[1]
         if block_size & (block_size - 1) and _active_flash_attention() is None:
             raise ValueError(
@@ -94,7 +100,8 @@ def _probe(config: LayerConfig, active: str | None) -> str | None:
     """Run torch's kernel on two requests with two blocks each; return why it fails, or None.
 
     Values are 1 in the blocks of the table and 2 elsewhere, so that a kernel that ignores the table is detected.
-    ``active``: name of the active FlashAttention version, a key of the result cache: another version is probed again.
+    ``active``: name of the active FlashAttention version; None: cuDNN is used. The kernel is run once for each
+    combination of arguments; further calls return the cached result.
     """
     size, (head_dim, dtype, device, sliding_window, *_) = _PROBE_BLOCK_SIZE, config
     keys = torch.zeros(8, size, 1, head_dim, dtype=dtype, device=device)

@@ -24,7 +24,7 @@ from bateleur.metadata.step_inputs import BatchLimits, KVCacheGroup
 _TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
 _STEPS = {torch.float8_e4m3fn: 0.125, torch.bfloat16: 0.01, torch.float16: 1e-3}
-"""Relative distance of neighbours in caches of another dtype."""
+"""Relative distance of neighbouring values by dtype of the cache: the smallest allowed error of a stored value."""
 
 _BATCHES = {
     "mixed": ((1, 1, 1, 7, 1, 19), (9, 40, 0, 50, 12, 0)),
@@ -62,8 +62,9 @@ def check_backend(
     """Compare ``backend`` with the reference on ragged batches.
 
     Padded tokens, free blocks, the null block after its first slot, and the ends of last blocks hold NaN in one run and
-    large numbers in another. Real rows must be equal bit for bit in both runs, padded rows must be zero. With
-    ``needs_finite_cache``, large numbers of either sign replace NaN.
+    large numbers in another. Real rows must be equal bit for bit in both runs, padded rows must be zero. If the class
+    variable ``backend.needs_finite_cache`` is True, the backend need not tolerate NaN in the cache. Large negative
+    numbers then replace NaN.
 
     Args:
         kv_dtype: dtype of KV caches, if it is another than ``dtype``. Each head then has scales of its own.
@@ -212,7 +213,10 @@ def _stage(buffers: InputBuffers, query_lens: I32Array, computed: I32Array) -> C
 
 
 def _rotary(batch: CommonAttentionMetadata, dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return cosine and signed sine (T, 1, R) for rotary dimensions R, half of ``dim``."""
+    """Return cosine and sine (T, 1, R) of the batch's positions in ``dtype``; the first R/2 sines are negated.
+
+    R is half of ``dim``, rounded down to an even number. :meth:`AttentionBackend.attend` has the rotation's formula.
+    """
     width = max(2, dim // 4 * 2)
     rate = 100.0 ** -(torch.arange(width // 2, device=batch.positions.device) / width)
     angle = (batch.positions[:, None] % 128) * torch.cat((rate, rate))

@@ -25,8 +25,11 @@ _HOST_VALUE = (int, float, str, np.generic)  # plain numbers, strings and bools
 
 @dataclass(frozen=True, slots=True)
 class BuilderReport:
-    """Result of :func:`check_builder`: padded sizes that were captured and replayed, and the fields that ``build``
-    read. Only kernels read the other fields in ``reads``.
+    """Result of :func:`check_builder`.
+
+    builder: name of its class. keys: padded sizes that were captured and replayed. num_builds: number of calls of
+    ``build``. read: batch fields that ``build`` read. The builder's ``reads`` may name more fields, which only its
+    kernels read.
     """
 
     builder: str
@@ -57,9 +60,10 @@ def check_builder(
     Raises:
         ConformanceError: with every violation and its letter. A: padding shows contents of another batch. C: a captured
             address differs from that of a later batch. D: a build depends on earlier builds, or two builds share a
-            mutable object. E: a captured host scalar does not cover a batch of its key. G: an undeclared field is
-            read, or a call raised. L: the batch was written to. M: the host waits for the device, or a host value is
-            missing from the signature.
+            mutable object. E: the signature of a capture (``builder.signature``, the host scalars that kernels read)
+            does not admit a batch of the same padded size. G: an undeclared field is read, or a call raised. L: the
+            batch was written to. M: the host waits for the device, or a host value of the metadata changes after the
+            capture and is not in the signature.
     """
     if groups is None:
         groups = (KVCacheGroup(4, -(-limits.max_model_len // 4)),)
@@ -220,10 +224,12 @@ class _Run:
 def _changes(
     baked: dict[str, Any], later: dict[str, Any], in_signature: set[tuple[Any, Any]]
 ) -> Iterator[tuple[str, str]]:
-    """Yield (letter, text) of each violation: a moved tensor, or a changed host value missing from the signature.
+    """Yield (letter, text) of each violation. C: a moved tensor. M: a changed host value missing from the signature.
 
-    baked, later: values of the capture and of a batch that replays it, by path. in_signature: (captured, later)
-    values of the scalars in the signature.
+    The signature is ``builder.signature``: the host scalars that kernels read.
+    baked, later: values in the metadata of a capture, and of a batch that replays it, by path.
+    in_signature: (captured, later) value of each scalar in the signature. Its scalars have other names than the
+    metadata, so a changed value counts as present if its (captured, later) pair is.
     """
     if baked.keys() != later.keys():
         yield "M", f"{min(baked.keys() ^ later.keys())} is only in one of a capture and a run of its key"

@@ -33,10 +33,10 @@ def _offsets(
 ):  # fmt: skip
     """Return offsets (N,) in the KV cache, in elements, of keys ``start`` to ``start + N - 1``; N divides ``start``.
 
-    If pages and iterations are aligned, the block id is loaded once for each page: for all pages in one load with
-    ``PAGES_AT_ONCE``, or one by one with ``ONE_BY_ONE``. Otherwise it is loaded for each key. Block ids of pages
-    without a key in ``first`` to ``last - 1`` are not read. table_ptr: block table of the request. strides: those of
-    block and slot.
+    If N divides the page size B, one block id is loaded. If B divides N, the block ids of all pages are loaded: at once
+    with ``PAGES_AT_ONCE`` (B a power of two), or one after the other with ``ONE_BY_ONE`` (up to 8 pages). In all other
+    cases, a block id is loaded for each key. Block ids of pages without a key in ``first`` to ``last - 1`` are not
+    read. table_ptr: block table of the request. strides: those of block and slot.
     """
     n = tl.arange(0, BLOCK_N)
     if BLOCK_SIZE % BLOCK_N == 0:
@@ -116,7 +116,10 @@ def attend_range(
     GROUP: tl.constexpr, BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, WINDOW: tl.constexpr,
     BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Return the softmax state of keys ``first`` to ``last - 1``, see `attend_keys`. Keys seen by all need no mask."""
+    """Return the softmax state of keys ``first`` to ``last - 1``. Arguments: see `attend_keys`.
+
+    Without a sliding window, the keys that all queries of the tile see are read without a mask.
+    """
     state = empty_state(q_MD.shape[0], q_MD.shape[1])
     if WINDOW == 0:
         whole = tl.maximum(tl.minimum(last, origin + begin_m // GROUP + 1) // BLOCK_N * BLOCK_N, first)

@@ -37,10 +37,12 @@ _BLOCK = 256  # rows, and items, of a loop iteration
 
 @triton.jit
 def _rows(row_J, there_J, lengths, kind):
-    """Return first token, tokens, keys, first visible key and tiles of each row; no tiles for the other launch's rows.
+    """Return first token, tokens, keys, first visible key and tiles of each row, for one launch of attention.
 
+    A batch may take two launches: one for short rows, one for long rows. Rows of the other launch get 0 tiles.
     there_J: whether the row exists. lengths: pointers to ``seq_lens`` and ``query_start_loc``. kind: (least, most,
-    group, window, M, N) of the launch, fields of ``Launch`` and ``WorkShape``.
+    group, window, M, N) of the launch: fewest and most tokens of its rows (most 0: no limit), query heads of a key
+    head, sliding window in keys (0: none), lines of a tile, and keys of a loop iteration.
     """
     seq_lens_ptr, starts_ptr = lengths
     least, most, group, window, block_m, _ = kind

@@ -92,9 +92,12 @@ def _side(
     NORM: tl.constexpr, REST: tl.constexpr, SCALED: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Normalise and rotate the query or key heads of one tile, from source to target. REST: also copy the
-    dimensions that are not rotated. target_head: stride. TILES: number of tiles that divide HEADS heads; the first
-    ``real_heads`` heads are written. Other arguments as in `write_kernel`.
+    """Normalise and rotate the query heads or the key heads of one tile of a token.
+
+    Heads are read at ``source_ptr`` and written at ``target_ptr``: the same memory for queries, the slot in the cache
+    for keys. target_head: stride of heads at the target. HEADS, TILES: heads of the token, and tiles that share them.
+    real_heads: HEADS, or 0 for a token without a slot, whose keys are not written. REST: also copy the dimensions that
+    are not rotated. Other arguments as in `write_kernel`.
     """
     HALF: tl.constexpr = ROTARY_DIM // 2
     half_L, lane_L = tl.arange(0, BLOCK_HALF)[None, :], tl.arange(0, BLOCK_D)[None, :]

@@ -40,7 +40,7 @@ def entry(kernel: Any) -> int:
 
 
 def pointers(*tensors: Tensor | None) -> list[int]:
-    """Return the addresses of tensors, which the caller keeps; 0, which is NULL, for None."""
+    """Return the data pointer of each tensor, and 0 (NULL) for None. The caller must keep the tensors alive."""
     return [0 if each is None else each.data_ptr() for each in tensors]
 
 
