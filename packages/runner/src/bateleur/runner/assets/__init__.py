@@ -18,9 +18,12 @@ def shipped_draft() -> Path:
 
 
 def default_drafts(options: Mapping[str, Any], *, alone: bool = False) -> dict[str, str]:
-    """Return the options for the draft head of the shipped model; {} for another model, or if `options` choose a draft.
+    """Return the options of `LLM` that use the shipped draft head: `draft` "auto", and perhaps `draft_policy` "auto".
 
-    alone: whether the engine runs one request at a time. Else `draft_policy` "auto" adapts drafts to measured times.
+    Returns {} if `options` name a model, have a `draft`, or set `num_speculative_tokens` to 0.
+    alone: whether the engine runs one request at a time. If not, the result has `draft_policy` "auto" (all or no
+    drafts, by measured step times), unless `options` have a `draft_policy`, or a `speculative_rule` other than
+    "coupled".
     """
     if "draft" in options or options.get("model") is not None or options.get("num_speculative_tokens") == 0:
         return {}

@@ -1,4 +1,8 @@
-"""Options of `bateleur bench`, named as in vLLM's benchmarks if they exist there."""
+"""Options of `bateleur bench`, named as in vLLM's benchmarks if they exist there.
+
+The docstrings of `LatencyConfig`, `ThroughputConfig` and `ServeBenchConfig`, and those under fields, are the texts of
+`bateleur bench latency --help` etc.
+"""
 
 from __future__ import annotations
 
@@ -98,7 +102,10 @@ class ThroughputConfig(OfflineConfig):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeBenchConfig(Checked):
-    """Measure a server under Poisson arrivals: time to first token, time per output token, output tokens per second."""
+    """Measure a server under Poisson arrivals: time to first token, time per output token, output tokens per second.
+    It is the server at `base_url`, or bateleur's, started with the arguments `ours`. If `vllm` is given, vLLM's server
+    is started with the arguments `theirs` and measured, too.
+    """
 
     base_url: str | None = option(None, maybe(_url))
     """URL of a running OpenAI-compatible server. Default: a server is started with the model"""

@@ -197,9 +197,11 @@ def bench_throughput(target: BenchTarget, config: ThroughputConfig, command: str
 def _rows(
     whole: dict[str, TaskRuns], task: Task, figures: Callable[[str, TaskRuns], dict[str, float]]
 ) -> list[dict[str, Any]]:
-    """Return a result row per engine: its figures, or a `fault` if its tokens are wrong or mostly unlike bateleur's.
+    """Return a result row per engine: its figures, or a `fault`.
 
-    whole: runs of `task` by engine. figures: computes times and speeds from an engine's name and runs.
+    A fault is a wrong number of tokens, tokens that differ between rounds, or other tokens than bateleur's for more
+    than half of the requests. whole: runs of `task` by engine. figures: computes times and speeds from an engine's name
+    and runs.
     """
     rows: list[dict[str, Any]] = []
     for name, runs in whole.items():
@@ -212,7 +214,10 @@ def _rows(
 
 
 def offline_table(result: dict[str, Any]) -> str:
-    """Return a result as a table for a terminal: requests with bateleur's tokens, speeds, and the bandwidth bound."""
+    """Return a result as a table for a terminal, and a line with the bandwidth bound.
+
+    The table has for each engine its speeds, and the number of requests with the same tokens as from bateleur.
+    """
     step, rows = result["step"], result["results"]
     columns = [name for name in _COLUMNS if any(name in row for row in rows)]
     heads = "".join(f"{_COLUMNS[name][0]:>14}" for name in columns)

@@ -227,7 +227,9 @@ def _compare(servers: list[ServerProcess], workload: Workload, rate: float, roun
 
 
 def serve_table(result: dict[str, Any]) -> str:
-    """Return results as a table for a terminal: requests with equal tokens from both servers, latencies and speeds."""
+    """Return results as a table for a terminal: latencies and speeds at each request rate, and for two servers the
+    number of requests with the same tokens from both.
+    """
     start_times = ", ".join(f"{name} {s:.1f}" for name, s in result["seconds_until_healthy"].items())
     lines = [f"seconds until healthy: {start_times}"]
     for row in result["results"]:

@@ -118,8 +118,10 @@ def llama_cpp(settings: dict[str, Any]) -> tuple[Generate, dict[str, Any]]:
 
 
 def read(settings: dict[str, Any]) -> tuple[Generate, dict[str, Any]]:
-    """Return a function that measures memory bandwidth: it sums a buffer of `settings["read_bytes"]` bytes, as often as
-    the first of its token counts says, and returns the number of bytes read in place of token ids.
+    """Return a function that measures memory bandwidth, with the arguments of the functions that generate.
+
+    It sums a buffer of `settings["read_bytes"]` bytes `tokens[0]` times and ignores the prompts. In place of token ids
+    it returns [[number of bytes read]].
     """
     torch = _torch(settings)
     device = torch.device(settings["device"])

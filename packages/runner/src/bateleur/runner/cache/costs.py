@@ -66,11 +66,12 @@ class CacheOptions:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheCosts:
     """Bytes of keys, values and states over all layers of a model, for given cache options.
-    token_bytes: keys and values of one token, including a draft head's. page_bytes: one state of all recurrent layers,
-    and its convolution windows. state_bytes: the states in a page, without windows. ring_bytes, window_bytes: ring
-    buffers of recent inputs, and current convolution windows, of a running request; 0 unless the state policy is FOLD.
-    layout: layout of a request's states; None without recurrent layers. retention: states that stay in the prefix
-    cache; None without prefix caching.
+    token_bytes: keys and values of one token, including a draft head's. page_bytes: a state page, which has the state
+    and the convolution window of every recurrent layer after the same token. state_bytes: a page without its windows.
+    ring_bytes, window_bytes: ring buffers of recent inputs, and current convolution windows, of a running request; 0
+    unless the state policy is FOLD (one saved state and a ring of later inputs per request). layout: layout of a
+    request's states; None without recurrent layers. retention: states that stay in the prefix cache; None without
+    prefix caching.
     """
 
     options: CacheOptions
@@ -128,7 +129,7 @@ class CacheCosts:
 
     @property
     def pages_per_request(self) -> int:
-        """Maximum number of state pages (states of all layers after a token) per request, without cached ones."""
+        """Maximum number of state pages of a running request, without those in the prefix cache."""
         return 0 if self.layout is None else self.layout.slots_per_request()
 
     @property

@@ -5,10 +5,11 @@ with prefix caching, more are kept for requests with the same prefix. A page cos
 thousands of tokens, so memory is assigned in this order:
 
 1. states, ring buffers of recent inputs, and draft memory of all running requests;
-2. keys and values of the longest request; if an engine without prefix caching could not hold these, as many as it
-could. So prefix caching refuses no request. If needed, fewer requests run at once; if that is not enough, prefix
-caching is off. If the user did not choose the number of requests, it is halved until step 1 leaves enough for the
-longest request (or half of the memory, if that is less and the user did not choose `max_model_len`);
+2. keys and values of the longest request, or as many of these as fit without prefix caching. If prefix caching leaves
+too little for them, fewer requests run at once; if not even one fits, prefix caching is off. So a request that fits
+without prefix caching also fits with it, unless `max_model_len` has to be lowered anyway: then these keys and values
+get only half of the memory. If the user did not choose the number of requests, it is first halved until step 1 leaves
+enough for the longest request; half of the memory is enough unless the user chose `max_model_len`;
 3. keys and values of a working set, WORKING_TOKENS for each other running request, unless pages are cheap (smaller
 than the keys and values of the tokens from one state to the next);
 4. the rest: equal bytes for keys and values and for cached pages; if pages are cheap, a page for each stretch of
@@ -119,12 +120,14 @@ def plan_caches(
     may also turn prefix caching off. A RuntimeWarning says so.
 
     rows_chosen: whether the user chose `limits.max_num_seqs`.
-    length_chosen: whether the user chose `limits.max_model_len`. If the KV blocks hold fewer tokens of one request:
-    True raises a ValueError with the length that fits; False lowers the plan's `max_model_len` to that length with a
-    RuntimeWarning, and prefix caching gets up to half of the memory; None ignores it.
+    length_chosen: whether the user chose `limits.max_model_len`. It decides what happens if the KV blocks hold fewer
+    tokens of one request. True: raise a ValueError with the length that fits. False: lower the plan's `max_model_len`
+    to the length that fits, with a RuntimeWarning; with prefix caching, that request's keys and values may then get
+    only half of the memory. None: return the plan as it is.
 
-    Raises ValueError with needed and available bytes if two KV blocks and the states of `max_num_seqs` requests (of one
-    request without `rows_chosen`) do not fit without prefix caching. Also raises as `CacheCosts.of`.
+    Raises ValueError with needed and available bytes if two KV blocks and the states of `max_num_seqs` requests do not
+    fit without prefix caching. If `rows_chosen` is False, the states of one request are enough. Also raises as
+    `CacheCosts.of`.
     """
     costs = alone = CacheCosts.of(spec, dtype, limits.max_model_len, options)
     if costs.retention is not None:
@@ -239,7 +242,9 @@ def _plan_shared(
 
 
 def _fill(costs: CacheCosts, limits: EngineLimits, budget_bytes: int, pages: int) -> CachePlan:
-    """Plan about `pages` cached state pages, and KV blocks in the remaining memory; no more than requests can use."""
+    """Plan about `pages` cached state pages, and KV blocks in the remaining memory; of both, no more than
+    `limits.max_num_seqs` requests can use.
+    """
     rows = limits.max_num_seqs
     spare = budget_bytes - costs.fixed_bytes(rows)
     useful = rows * costs.pages_to_share

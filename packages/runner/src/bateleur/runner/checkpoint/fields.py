@@ -30,7 +30,7 @@ _FIELDS = {"num_experts": "num_experts", "top_k": "num_experts_per_tok", "interm
 LOCAL_FIELDS = {"num_experts": "num_local_experts", "intermediate_size": "intermediate_size"}
 """Fields of GraniteMoeHybrid and gpt-oss."""
 _SCORES = ("scoring_func", "moe_router_activation_func")
-"""Fields of some files that transformers does not read."""
+"""Fields with the scoring function of the router in some files; transformers does not read them."""
 WINDOW_KINDS = ("full_attention", "sliding_attention")
 """Supported values of `layer_types` of attention with sliding windows."""
 L = TypeVar("L", bound=Layer)
@@ -158,9 +158,13 @@ class ConfigFields:
         return Integer(1)(self.called(name), self[name])
 
     def experts(self, router: RouterSpec, names: Mapping[str, str] = {}, **more: Any) -> ExpertsLayer:
-        """Read a layer of experts. names: config fields of sizes, if not `_FIELDS`. more: arguments of `ExpertsLayer`.
+        """Read a layer of experts.
 
-        Raises ValueError if the configuration has other scores than the router, or more experts per token than exist.
+        names: names of the config fields of `num_experts`, `top_k` and `intermediate_size`, if they are not
+        "num_experts", "num_experts_per_tok" and "moe_intermediate_size". more: further arguments of `ExpertsLayer`.
+
+        Raises ValueError if the configuration names another scoring function (softmax, sigmoid) than `router.scores`,
+        or has more experts per token than the router can choose from.
         """
         for name in _SCORES:
             if self.raw(name) is not None:
@@ -216,7 +220,8 @@ class ConfigFields:
     ) -> ModelSpec:
         """Return the model of these layers, with the fields that all families share. Its `architecture` is empty.
 
-        following: second branch, of all layers or by layer; None if a layer is one branch. norm_eps: name of its field.
+        following: second branch, of all layers or by layer; None if a layer is one branch. norm_eps: name of the field
+        with the epsilon of norms.
         lengths: default and largest maximum length of a request, if no field has them. more: further arguments of
         `ModelSpec`.
         """

@@ -1,7 +1,7 @@
 """Multi-token prediction (MTP) heads in the files of their target model.
 
-A head joins the embedding of a token and the target's final hidden state, and runs layers of the target's types on
-them. They have the target's tensor names with `mtp.` instead of the model's prefix.
+A head joins the embedding of a token and the target's final hidden state, and runs layers on the result. These
+layers have the types and the tensor names of the target's layers, with `mtp.` instead of the model's prefix.
 """
 
 from dataclasses import replace

@@ -35,10 +35,11 @@ class StorageForm(Enum):
 class WeightPart:
     """A part of a weight that one tensor fills: rows [start, start + rows) of weight `target`; `rows` None: all.
 
-    The other fields say how the stored tensor becomes this part: `pieces` and `axis` give the order of rows, `factors`
-    (rows, factor) multiply consecutive rows, `transposed` swaps the last two axes, and `stored` is the shape in the
-    file. `expert`: index of the only expert that the tensor fills. `instead` has the parts by name in another layout of
-    files.
+    The other fields say how the stored tensor becomes this part. pieces: ranges [first, end) of rows in a group, if
+    files store rows group by group, such as by head; the weight has the first range of every group, then the second one
+    of every group. axis: axis of these rows; 1 if axis 0 counts experts. factors: (rows, factor) multiply consecutive
+    rows. transposed: the last two axes are swapped in the file. stored: shape in the file. expert: index of the only
+    expert that the tensor fills. instead: the parts by tensor name in files of another layout, which lack this tensor.
     """
 
     target: str
@@ -46,8 +47,7 @@ class WeightPart:
     rows: int | None = None
     form: StorageForm = StorageForm.PLAIN
     pieces: tuple[tuple[int, int], ...] = ()
-    """If rows are stored group by group: the rows [first, end) of a group, in the order of the weight, which has the
-    first piece of every group, then the second one of every group."""
+    """Ranges [first, end) of rows in a group, in the order of the weight; () if the file has the same order."""
     factors: tuple[tuple[int | None, float], ...] = ()
     """(rows, factor): factors of consecutive rows; None means all remaining rows."""
     stored: tuple[int, ...] | None = None
@@ -59,7 +59,7 @@ class WeightPart:
     expert: int | None = None
     """Index of the expert whose matrix this is; None means all experts."""
     instead: Mapping[str, "WeightPart"] = field(default_factory=dict)
-    """What fills the same weight in files of another layout, which lack this name."""
+    """Parts that fill the same weight in files of another layout, by tensor name."""
 
     def row_order(self, count: int) -> Tensor | None:
         """Return (count,) int64, the row in the file for each row of the weight; None if the order is equal."""
@@ -318,7 +318,11 @@ def embedding_name(names: Names) -> str:
 
 
 def cut_evenly(names: Names, tensors: Mapping[str, TensorEntry]) -> Names:
-    """Return the names, adapted to files that split a joined convolution into equal parts, as transformers saves it."""
+    """Return the names, with other rows for convolutions that a file splits into tensors with equal numbers of rows.
+
+    A convolution over q, k and v may be stored as three tensors. Usually each has its own channels. transformers joins
+    them, and when it saves them, it cuts the rows into three equal parts. Names for other files are unchanged.
+    """
     stacks: dict[str, dict[str, WeightPart]] = {}
     for name, part in names.items():
         if part.form is StorageForm.CONV and part.rows is not None:

@@ -159,7 +159,10 @@ def resolve_dtype(dtype: object, checkpoint: Checkpoint, device: torch.device) -
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Log only errors of transformers inside the `with` block. Its important warnings are raised or repeated here."""
+    """Log only errors of transformers inside the `with` block.
+
+    Warnings of transformers are not needed, because `check_fields` and `load_tokenizer` do their own checks.
+    """
     from transformers.utils import logging
 
     before = logging.get_verbosity()
@@ -171,7 +174,11 @@ def quiet_transformers() -> Iterator[None]:
 
 
 def read_config(path: Path, overrides: Mapping[str, Any] | None = None) -> tuple[Family, ConfigFields, dict[str, Any]]:
-    """Return the model family of a checkpoint, and its config fields: as in transformers, and as in the file."""
+    """Return the family of a checkpoint, its config fields as transformers completes them, and the contents of
+    config.json with the fields of `overrides` in place of its own.
+
+    Raises ValueError for an invalid field or an unsupported model.
+    """
     file = path / "config.json"
     if not file.is_file():
         raise ValueError(f"{path}: has no config.json; it must be a Hugging Face checkpoint")
@@ -218,9 +225,11 @@ def _family(config: Mapping[str, Any]) -> Family:
 
 
 def _config(path: Path, family: Family, written: Mapping[str, Any], overridden: bool) -> Any:
-    """Return the configuration of the text model: the file's own if transformers would not change it.
+    """Return an object with the fields of the text model's configuration as attributes.
 
-    overridden: whether fields of `written` differ from the file.
+    It is a `FileConfig` if `written` has only fields that transformers passes through unchanged (`Family.plain`),
+    otherwise the configuration object of transformers. path: folder of the checkpoint. written: contents of
+    config.json. overridden: whether fields of `written` differ from the file.
     """
 
     def ask() -> Any:

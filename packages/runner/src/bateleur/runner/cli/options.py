@@ -2,6 +2,9 @@
 
 Engine and sampling flags are made from the fields of their configuration classes. A flag that is not given is absent
 from the parsed arguments, so that the configuration class applies its default.
+
+A function for each subcommand (`_generate`, `_batch`, `_serve`, `_bench`, `_info`, `_explain_acceptance`) adds the
+arguments of the subcommand to its parser. The docstring of the function is the description in `--help`.
 """
 
 from argparse import SUPPRESS, ArgumentParser, BooleanOptionalAction, Namespace, RawDescriptionHelpFormatter
@@ -210,8 +213,9 @@ def _serve(command: ArgumentParser) -> None:
 
 
 def _bench(command: ArgumentParser) -> None:
-    """Measure speed in interleaved rounds. A speed is reported only if the tokens of the engines agree, together with
-    the time in which the machine could read the bytes of a step.
+    """Measure the speed of engines in interleaved rounds. A speed is reported only if at least half of the requests get
+    the same tokens as from bateleur. `latency` and `throughput` also report the bandwidth bound: the time in which
+    the machine could read the bytes of one step.
     """
     kinds = command.add_subparsers(dest="measure", required=True, metavar="MEASURE")
     for name, config in (("latency", LatencyConfig), ("throughput", ThroughputConfig), ("serve", ServeBenchConfig)):

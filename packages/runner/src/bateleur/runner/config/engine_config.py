@@ -54,7 +54,10 @@ def _device(name: str, value: Any) -> str:
 
 
 def _drafter(name: str, value: Any) -> Any:
-    """Return a drafter, or a `DraftHead`, which makes its drafter once caches exist. Raises ValueError for others."""
+    """Return the value of option `drafter` if it is a `Drafter` or a `DraftHead` object. Raises ValueError otherwise.
+
+    The engine makes the drafter of a `DraftHead` once caches exist. name: name of the option, for the error.
+    """
     parts = ("admit", "needs", "num_speculative_tokens", "propose")
     whole = all(hasattr(value, part) for part in parts) and callable(value.admit) and callable(value.propose)
     if isinstance(value, type) or not (whole or hasattr(value, "speculator")):
@@ -140,7 +143,7 @@ class CacheConfig(Checked):
     block_size: int = option(16, Integer(1))
     """Tokens of a KV-cache block."""
     kv_cache_dtype: str | torch.dtype = option("auto", _kv_cache_dtype)
-    """Of keys and values in the cache: "auto" (the checkpoint's choice, else the dtype of the model), "fp8" or
+    """Dtype of keys and values in the cache: "auto" (the checkpoint's choice, else the dtype of the model), "fp8" or
     "fp8_e4m3" (8 bits, with the scales of the checkpoint, else 1.0), "bfloat16", "float16" or "float32". Queries attend
     to the rounded keys and values, so prefix caching, chunks and drafts do not change tokens."""
     kv_cache_memory_bytes: int | None = option(None, maybe(Integer(0, why=", or None")))
@@ -264,7 +267,7 @@ class GraphConfig(Checked):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelConfig(Checked):
-    """Options for tensor and data parallelism."""
+    """Options for tensor and data parallelism; `bateleur generate --help` describes each field."""
 
     tensor_parallel_size: int = option(1, Integer(1))
     """Number of ranks (processes) that share every layer, each on its own GPU, or on a CPU with its part of the
@@ -289,13 +292,13 @@ class ParallelConfig(Checked):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoRAConfig(Checked):
-    """Options for LoRA adapters; each request may choose one."""
+    """Options for LoRA adapters, one per request; `bateleur generate --help` describes each field."""
 
     enable_lora: bool = option(False, flag)
     """Let requests name a LoRA adapter, a folder that PEFT wrote (`lora_request`)."""
     max_loras: int = option(1, Integer(1))
-    """Adapters on the device at once, each of which takes memory; another takes the place of one that no unfinished
-    request uses."""
+    """Maximum number of adapters on the device; each takes memory. A further adapter takes the place of one that no
+    unfinished request uses."""
     max_lora_rank: int = option(16, Integer(1))
     """Largest rank of an adapter."""
 

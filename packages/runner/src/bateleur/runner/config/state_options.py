@@ -37,10 +37,10 @@ class StateOptions:
     def of(cls, cache: CacheConfig, num_speculative_tokens: int, device: torch.device) -> Self:
         """Complete the user's options for a device.
 
-        Without drafts the default state policy is SLOTS (a state for every token of a step): on an H200 its layers were
-        12 to 78 % faster for up to 64 requests, and about as fast for 256 (docs/gpu.md). With drafts it is FOLD (one
-        state and the inputs after it), which moves fewer bytes and was up to 40 % faster for 64 requests. On a CPU
-        without prefix caching it is SLOTS.
+        The default state policy is SLOTS (a state for every token of a step) without drafts, and with drafts on a CPU
+        without prefix caching. In all other cases it is FOLD (one state and the inputs after it). On an H200 without
+        drafts, recurrent layers were 12 to 78 % faster with SLOTS for up to 64 requests, and about as fast for 256
+        (docs/gpu.md). With drafts, FOLD moves fewer bytes and was up to 40 % faster for 64 requests.
 
         Raises ValueError for `mamba_retention` in mode NONE.
         """

@@ -56,7 +56,7 @@ class LayerStep:
     execution: Execution[StepContext]
     """The step. Attention and recurrent layers pass functions that depend on its metadata to `eager`."""
     rotary: tuple[tuple[Tensor, Tensor], ...]
-    """For each distinct rotary embedding: cosines and sines of the positions, see `RopeTable.at`."""
+    """Cosines and sines of the positions, (T, 1, rotary_dim) each, by distinct rotary embedding; see `RopeTable.at`."""
     ranks: Ranks = field(default=ALONE, kw_only=True)
     """Ranks that run these layers; each branch returns this rank's part of a sum."""
     work: tuple[Tensor | None, ...] = field(default=(), kw_only=True)

@@ -56,10 +56,11 @@ class RopeSpec:
 
 
 class RopeTable:
-    """Table of cosines and sines by position, as `rotate` takes them. It grows to the longest sequence of any step.
+    """Table of cosines and sines (the first half negated, see `rotate`) by position.
 
-    Growing allocates, so call `reserve` before a CUDA graph is captured over the table. If frequencies depend on the
-    length of the sequence, the table is valid for one prompt length, see `set_prompt_length`.
+    It grows to the longest sequence of any step. Growing allocates, so call `reserve` before a CUDA graph is captured
+    over the table. If frequencies depend on the length of the sequence, the table is valid for one prompt length, see
+    `set_prompt_length`.
     """
 
     def __init__(self, spec: RopeSpec, dtype: torch.dtype, device: torch.device) -> None:

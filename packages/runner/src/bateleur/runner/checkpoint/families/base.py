@@ -10,9 +10,11 @@ from bateleur.runner.models.spec import Layer, ModelSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MtpNames:
-    """How a family's MTP head is read: its layers, named as the target's, and names of its other tensors after `mtp.`.
+    """How a family's MTP head is read. The tensors of its layers are named as the target's.
 
-    layers: returns the branches (attention, MLP) of all layers, and the number of branches per layer.
+    layers: returns the branches (attention, MLP) of all layers, and the number of branches per layer. The other fields
+    are tensor names without `mtp.` and `.weight`. token_norm, hidden_norm: norms of the token's embedding and of the
+    target's hidden state. fc: projection of both. final_norm: norm of the last layer's output.
     """
 
     layers: Callable[[ConfigFields, ModelSpec], tuple[tuple[Layer, ...], int]]
@@ -29,9 +31,12 @@ class MtpNames:
 class Family:
     """A Hugging Face model type: how its configuration and weight names are read.
 
-    other_prefixes: (prefix in some files, ours). fold: folds multipliers into weights. inside: field with the
-    configuration of the text model. kinds: supported `layer_types`. plain: fields that transformers would not change.
-    needs: fields; at least one of them is required.
+    architecture: class in `architectures` of config.json. read: returns the model that a configuration describes.
+    names: returns the tensor names in a model's files, and the weights that they fill. other_prefixes: (prefix of
+    tensor names in some files, prefix in `names` that it stands for). fold: returns the names with multipliers of the
+    configuration folded into weights. inside: field with the configuration of the text model. kinds: supported
+    `layer_types`. plain: fields whose values transformers passes through unchanged; a file with only these is read
+    without transformers, except for missing fields. needs: fields; at least one of them is required.
     """
 
     model_type: str

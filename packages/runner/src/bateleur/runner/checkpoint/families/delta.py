@@ -59,8 +59,9 @@ def _delta_names(
 ) -> Names:
     """Return the weight names of a delta layer.
 
-    sources: for each matrix in the file, its parts of the input projection: q, k, v, z (gate), b (beta), a (decay).
-    norm, out: names of the output norm and the output projection. packed: whether rows are stored by key head.
+    sources: for each matrix in the file, the parts of the input projection that it stacks by rows, as letters in their
+    order, such as "qkvz": q, k, v, z (gate), b (beta), a (decay). norm, out: names of the output norm and the output
+    projection. packed: whether files store the rows by key head: all parts of the first head, then of the second.
     """
     (key_heads, value_heads), channels, rank = layer.state.heads, _channels(layer), layer.rank
     sizes = dict(zip("qkvzba", (*channels, rank or channels[2], value_heads, rank or value_heads), strict=True))
@@ -78,7 +79,10 @@ def _delta_names(
 
 
 def _separate_convolutions(layer: DeltaLayer) -> Names:
-    """Return the name of a joined convolution weight; `WeightPart.instead` has those of separate q, k and v weights."""
+    """Return the tensor names of a convolution that some files store as one tensor and others as three.
+
+    The one is `conv1d.weight`. Its `WeightPart.instead` has the three: those of q, k and v (`q_conv1d.weight` etc.).
+    """
     rows = dict(zip(("q_conv1d", "k_conv1d", "v_conv1d"), _channels(layer), strict=True))
     apart = {name: replace(part, form=StorageForm.CONV) for name, part in stacked("conv", rows).items()}
     return {"conv1d.weight": WeightPart("conv", form=StorageForm.CONV, instead=apart)}
@@ -249,7 +253,7 @@ def _latent(fields: ConfigFields) -> Layer:
 
 
 def _kimi_delta_names(layer: DeltaLayer) -> Names:
-    """Weight names of a layer whose gate and decay are products of two matrices."""
+    """Return the weight names of a layer whose gate and decay are products of two matrices."""
     sources = {"q_proj": "q", "k_proj": "k", "v_proj": "v", "g_a_proj": "z", "b_proj": "b", "f_a_proj": "a"}
     heads, key_dim = layer.state.heads[1], layer.state.head_dims[0]
     return {
