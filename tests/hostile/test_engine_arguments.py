@@ -299,8 +299,11 @@ def test_names_of_vllm(refused: Any, name: str, value: Any, rule: str) -> None:
 
 
 def test_enforce_eager_captures_no_graphs(refused: Any) -> None:
-    config = EngineConfig.of(enforce_eager=True, device="cpu")
-    assert config.graphs.cudagraph_mode == "NONE"
+    for given in ({}, {"cudagraph_mode": None}, {"cudagraph_mode": "NONE"}):
+        config = EngineConfig.of(enforce_eager=True, device="cpu", **given)
+        assert config.graphs.cudagraph_mode == "NONE"
+    with refused("enforce_eager is 'yes'; it must be True or False"):
+        EngineConfig.of(enforce_eager="yes")
     with refused("cudagraph_mode is 'FULL'; it must be NONE with enforce_eager"):
         EngineConfig.of(enforce_eager=True, cudagraph_mode="FULL")
 

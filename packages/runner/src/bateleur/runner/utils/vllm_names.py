@@ -158,13 +158,16 @@ _PASSED = ("num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max")
 def translate_vllm_names(given: Mapping[str, Any]) -> dict[str, Any]:
     """Replace vLLM's enforce_eager and speculative_config by the options here. Other arguments are returned unchanged.
 
-    Raises ValueError for a speculative_config without an equivalent, and if another argument contradicts one of them.
+    Raises ValueError for an enforce_eager that is no bool, a speculative_config without an equivalent, and if another
+    argument contradicts one of them.
     """
     options = _translate_speculative_config(given)
-    eager = options.pop("enforce_eager", False) is True
-    if eager and (mode := options.setdefault("cudagraph_mode", "NONE")) not in ("NONE", None):
+    eager, mode = options.pop("enforce_eager", False), options.get("cudagraph_mode")
+    if not isinstance(eager, bool):
+        refuse("enforce_eager", eager, "True or False")
+    if eager and mode not in ("NONE", None):
         refuse("cudagraph_mode", mode, "NONE with enforce_eager")
-    return options
+    return options | {"cudagraph_mode": "NONE"} if eager else options
 
 
 def _translate_speculative_config(given: Mapping[str, Any]) -> dict[str, Any]:
