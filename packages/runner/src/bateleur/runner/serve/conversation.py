@@ -56,11 +56,6 @@ class Answer:
     _answering: set[int] = field(default_factory=set)
     _has_reasoning: bool = False
 
-    @property
-    def num_reasoning_tokens(self) -> int:
-        """Number of reasoning tokens so far, including the end tag."""
-        return self._num_reasoning if self._has_reasoning else 0
-
     async def reports(self) -> AsyncGenerator[Report, None]:
         """Yield a report for each output of each continuation. Closing the generator aborts the request."""
         async with aclosing(self.outputs) as outputs:
@@ -97,7 +92,7 @@ class Answer:
             self._answering.add(completion.index)
             ids = ids[: ids.index(end) + 1] if end in ids else []
         self._num_reasoning += len(ids)
-        self.usage.num_reasoning = self.num_reasoning_tokens
+        self.usage.num_reasoning = self._num_reasoning if self._has_reasoning else 0
 
 
 async def render_prompt(service: Service, parsed: ChatRequest) -> tuple[ChatRequest, ChatPrompt]:

@@ -302,6 +302,6 @@ def _usage(answered: Answer) -> Item:
         "input_tokens": usage["prompt_tokens"],
         "input_tokens_details": usage["prompt_tokens_details"],
         "output_tokens": usage["completion_tokens"],
-        "output_tokens_details": {"reasoning_tokens": answered.num_reasoning_tokens},
+        "output_tokens_details": usage["completion_tokens_details"],
         "total_tokens": usage["total_tokens"],
     }
