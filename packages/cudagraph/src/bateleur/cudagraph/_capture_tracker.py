@@ -180,7 +180,7 @@ class CaptureTracker(TorchDispatchMode):
             self.memory.check()
         except GraphError as error:
             raise CaptureError(
-                f"{self._key}: {error} began, and before its end. Memory that no operator of the capture allocated "
+                f"{self._key}: {error}, before the capture ended. Memory that no operator of the capture allocated "
                 "must outlive the graph. The body may have made a tensor of host data; make it before the capture"
             ) from error
 

@@ -83,7 +83,7 @@ class TrackedMemory:
                 continue
             storage = each.ref()
             if storage is None:
-                raise DanglingExternal(f"{each} was freed since the capture")
+                raise DanglingExternal(f"{each} was freed since the capture began")
             if storage.data_ptr() != each.address:
                 raise AddressMoved(f"{each} is at {storage.data_ptr():#x} now: its storage was resized")
             alive.append(storage)
