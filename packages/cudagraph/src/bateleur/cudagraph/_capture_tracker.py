@@ -197,7 +197,7 @@ class CaptureTracker(TorchDispatchMode):
         return result
 
     def _own_new(self, values: Sequence[Any]) -> list[int]:
-        """Track new storages of an operator's results as owned. Return the indices of the results that view them."""
+        """Track as owned the storages that an operator allocated. Return the indices of the results that view them."""
         new: dict[TrackedStorage, None] = {}
         indices = []
         for i, value in enumerate(values):

@@ -76,7 +76,7 @@ class TrackedMemory:
         self._views.append(view)
 
     def check(self) -> list[UntypedStorage]:
-        """Raise an error if an external storage was freed or moved. The returned list keeps these storages alive."""
+        """Return the external storages. Raises `DanglingExternal` if one was freed, `AddressMoved` if one was moved."""
         alive = []
         for each in self._storages:
             if each.owned:

@@ -18,7 +18,7 @@ _BUILTIN = (Mapping, tuple, list, AbstractSet)
 
 
 def named_tensors(tree: object, path: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Yield each tensor of nested containers once, with its path, in a fixed order. Plain objects are not searched."""
+    """Yield each tensor of nested containers once, with its path below `path`, in a fixed order; skip plain objects."""
     for where, node in _walk(tree, path):
         if isinstance(node, Tensor):
             yield where, node
@@ -65,8 +65,8 @@ def watch_lazy_changes(state: object, *, into_objects: bool = True) -> Callable[
 
 
 def _walk(node: object, path: str, into_objects: bool = False) -> Iterator[tuple[str, object]]:
-    """Yield each container and leaf of a tree once, with its path. A plain object is a leaf; with `into_objects`, the
-    containers that it holds follow.
+    """Yield each container and leaf of a tree once, with its path below `path`. A plain object is a leaf; with
+    `into_objects`, the containers that it holds follow.
     """
     seen: dict[int, object] = {}  # keeps nodes alive, so that no new object gets the id of a freed one
     stack = [(path, node)]

@@ -169,7 +169,7 @@ class RankStepCodec:
         return [*sizes, int(batch.decode_only), variant, *words]
 
     def decode(self, vector: Sequence[int]) -> RankStep:
-        """Return the encoded `RankStep`. A variant that the dispatcher does not have becomes `NO_COMMON_VARIANT`."""
+        """Return the encoded `RankStep`. A variant without graphs becomes `NO_COMMON_VARIANT`, which no graph has."""
         num_reqs, num_tokens, query_len, max_query_len, decode_only, variant, *words = vector
         mask = sum(word << index * _WORD_BITS for index, word in enumerate(words))
         ready = None

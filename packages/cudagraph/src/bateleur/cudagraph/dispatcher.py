@@ -19,8 +19,8 @@ class DispatchReason(StrEnum):
     """Why a batch runs on a graph or eagerly.
 
     DECODE, MIXED and PIECEWISE name the kind of graph. IDLE means that no data-parallel rank has a batch. The others
-    name the constraint because of which a batch runs eagerly, and are listed in the order of the checks. It is a
-    constraint of the nearest graph: the one of which the batch meets the most constraints before it violates one.
+    name the constraint because of which a batch runs eagerly, and are listed in the order of the checks. If the batch
+    violates different constraints of different graphs, the reason is the constraint that is checked last.
     """
 
     DECODE = "decode graph"
@@ -48,7 +48,7 @@ NUM_CONSTRAINTS_MET: dict[DispatchReason, int] = {reason: index for index, reaso
 class DispatchDecision:
     """The graph that one batch runs on and the padding to add before staging, or why it runs eagerly.
 
-    ``reason``: the kind of graph. For an eager batch, the constraint of the nearest graph that the batch violates.
+    ``reason``: the kind of graph. For an eager batch, the constraint that the batch violates, see `DispatchReason`.
     """
 
     descriptor: BatchExecutionDescriptor | None
@@ -148,7 +148,7 @@ class Coverage:
 class _KeyGroup:
     """Graph keys of one kind (DECODE, MIXED or PIECEWISE), variant and uniform query length, smallest first.
 
-    All limits grow with the position in the group, so a batch that fits any key of the group fits its last key.
+    No size of a key is smaller than in the key before, so a batch that fits any key of the group fits its last key.
     """
 
     kind: DispatchReason

@@ -30,7 +30,7 @@ class AddressMoved(GraphError):
 
 
 class StaleState(GraphError):
-    """Another batch was staged into the same buffers after this one."""
+    """The buffers do not hold the batch any more, because another batch was staged into them."""
 
 
 class KeyMismatch(GraphError):

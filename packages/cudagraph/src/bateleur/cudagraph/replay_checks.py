@@ -29,7 +29,7 @@ class ReplayChecks(IntEnum):
 
 
 def check_staged(captured: CapturedState[S], staged: StagedBatch[S]) -> None:
-    """Raise an error unless `staged` is the latest batch, of this key, and has host scalars that fit the graph."""
+    """Raise `KeyMismatch`, `StaleState` or `SignatureMismatch` if `staged` does not fit the captured graph."""
     check_current(captured.producer, captured.key, staged)
     difference = _signature_difference(captured.staged, staged)
     if difference is not None:

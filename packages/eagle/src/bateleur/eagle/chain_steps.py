@@ -64,7 +64,7 @@ class ChainSteps:
 
         step: batch of the target's step. padded_rows: number of requests of the pass, padding included.
         last: number of the last pass that uses the metadata, counted from 0 for the first pass.
-        phase: RUN for requests; in another phase (warm-up, capture) the lengths are bounded as by `longest`.
+        phase: RUN for requests; in another phase (warm-up, capture), `max_seq_len` of the pass is `max_model_len`.
         greedy: whether no request needs noise, see `DraftState`.
         """
         num_rows, padding = step.num_actual_reqs, padded_rows - step.num_actual_reqs
@@ -89,9 +89,9 @@ class ChainSteps:
         return DraftState(batch, metadata, self._builder.signature, greedy)
 
     def longest(self, batch: CommonAttentionMetadata, phase: Phase) -> int:
-        """Return the host bound of `seq_lens` in all draft passes after a step of the target.
+        """Return an upper bound of `seq_lens` in all draft passes after the step `batch` of the target.
 
-        It is min(largest bound of the step + K, `max_model_len`); in a phase other than RUN, `max_model_len`.
+        It is min(upper bound in the step + K, `max_model_len`); in a phase other than RUN, `max_model_len`.
         """
         if phase is not Phase.RUN:
             return self.max_seq_len

@@ -136,5 +136,5 @@ class DecodeEagleCudaGraphManager(CudaGraphManager[DraftState, Tensor]):
 
     @staticmethod
     def ask(num_rows: int, chain: int | None) -> UnpaddedBatch:
-        """Return the batch to dispatch: `num_rows` requests with one token each. chain: as for `plan_for`."""
+        """Return the batch to dispatch: `num_rows` requests of one token. chain: drafts per graph; None: one pass."""
         return UnpaddedBatch(num_rows, num_rows, 1, 1, True, () if chain is None else (chain,))

@@ -46,7 +46,7 @@ from bateleur.eagle.vocab_shard import VocabShard
 
 
 def _signed(value: int, width: int) -> int:
-    """Return the signed (two's-complement) value of an unsigned constant, for the signed types of torch."""
+    """Return the signed (two's-complement) value of an unsigned constant of `width` bits, for torch's types."""
     return value - (1 << width) if value >> (width - 1) else value
 
 

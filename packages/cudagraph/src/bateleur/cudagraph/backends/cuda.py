@@ -143,7 +143,7 @@ class CudaBackend(GraphBackend):
 
 
 class _CudaCaptureTracker(CaptureTracker):
-    """Captures pieces as CUDA graphs, on the current stream."""
+    """Captures each piece (the operators of one graph) as a CUDA graph, on the current stream."""
 
     def __init__(
         self, pool: CudaGraphPool, key: BatchExecutionDescriptor, device: torch.device, pool_views: PoolViews

@@ -134,7 +134,7 @@ class RecordedBackend(GraphBackend):
 class RecordedPiece:
     """Recorded operators of one piece, the counterpart of one CUDA graph.
 
-    The arguments in ``calls`` are views of pool memory, or of external memory by address.
+    calls: the operators with their arguments, which are views of pool memory or of external memory and own neither.
     """
 
     def __init__(self, memory: TrackedMemory, calls: list[_Call]) -> None:
@@ -144,7 +144,7 @@ class RecordedPiece:
     def replay(self) -> None:
         """Run all operators again, into the same memory.
 
-        Raises `AddressMoved` or `DanglingExternal`, before any of them runs, if external memory moved or was freed.
+        Raises `AddressMoved` or `DanglingExternal` before any of them runs, `GraphError` if a result has another shape.
         """
         alive = self._memory.check()  # keeps external memory alive until the end
         with torch.inference_mode():

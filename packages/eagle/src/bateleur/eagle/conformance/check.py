@@ -227,7 +227,6 @@ def _in_prompt(request: ToyRequest) -> bool:
 
 
 def _tensors(context: DraftContext) -> Iterator[tuple[str, Tensor]]:
-    """Yield name and value of each device tensor of a context."""
     yield from ((f"batch ({index})", tensor) for index, tensor in enumerate(device_tensors(context.batch)))
     yield from ((f"features[{index}]", tensor) for index, tensor in enumerate(context.features))
     for name in ("next_token", "num_valid", "emitted", "rows", "seeds", "temperature"):

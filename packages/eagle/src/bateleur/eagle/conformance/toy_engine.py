@@ -174,10 +174,10 @@ class ToyEngine:
         return self.requests[row]
 
     def step(self, work: Mapping[int, int], num_drafts: int | None = None) -> Tensor:
-        """Run a step of `work[row]` tokens of each request: prompt tokens, or the last token and drafts.
+        """Run a step of `work[row]` tokens of each request in `work`: prompt tokens, or the last token and drafts.
 
-        Decoding requests come first in the batch. Missing drafts are filled with token 0. num_drafts: number of drafts
-        that the drafter is asked for. Returns its proposal, (R, K); the requests keep it as well.
+        List decoding requests first: `work` has the order of the batch. Missing drafts are token 0. num_drafts: drafts
+        to propose; None: K. Returns the drafter's proposal, (R, K), which is also stored as the requests' drafts.
         """
         assert self.drafter is not None
         asked = self.drafter.num_speculative_tokens if num_drafts is None else num_drafts

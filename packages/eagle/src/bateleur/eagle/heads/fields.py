@@ -42,35 +42,35 @@ class Fields:
         return None if name in self._null else default
 
     def number(self, name: str, default: float) -> float:
-        """Return a number field, which must be above 0, also in float32."""
+        """Return a number, or `default` if missing. Raises ValueError unless it is finite and above 0 in float32."""
         value = self._values.get(name, default)
         if isinstance(value, bool) or not isinstance(value, int | float) or not _FLOAT32.tiny <= value <= _FLOAT32.max:
             raise ValueError(f"{name} is {value!r}; it must be a finite number above 0, in float32")
         return float(value)
 
     def flag(self, name: str, default: bool = False) -> bool:
-        """Return a boolean field."""
+        """Return a boolean field, or `default` if it is missing. Raises ValueError for another type."""
         value = self._values.get(name, default)
         if not isinstance(value, bool):
             raise ValueError(f"{name} is {value!r}; it must be true or false")
         return value
 
     def choice(self, name: str, options: tuple[str, ...], default: str) -> str:
-        """Return a text field, which must be one of the supported names `options`."""
+        """Return a text field, or `default` if it is missing. Raises ValueError unless it is one of `options`."""
         value = self._values.get(name, default)
         if value not in options:
             raise ValueError(f"{name} is {value!r}; supported is {', '.join(map(repr, options))}")
         return str(value)
 
     def choices(self, name: str, options: tuple[str, ...]) -> list[str]:
-        """Return a field that is a list of supported names; empty if it is missing."""
+        """Return a list field, empty if it is missing. Raises ValueError unless all its items are in `options`."""
         value = self._values.get(name, [])
         if not isinstance(value, list) or any(each not in options for each in value):
             raise ValueError(f"{name} is {value!r}; it must be a list of {', '.join(map(repr, options))}")
         return value
 
     def inner(self, name: str) -> Fields:
-        """Return the JSON object in a field; empty if it is missing."""
+        """Return the JSON object in a field, empty if it is missing. Raises ValueError for another type."""
         value = self._values.get(name, {})
         if not isinstance(value, dict):
             raise ValueError(f"{name} is {value!r}; it must be an object")

@@ -79,7 +79,7 @@ class Attention:
     """Grouped-query attention; query, key and value come from one projection of an input of size `width`."""
 
     def __init__(self, spec: HeadSpec, weights: Weights, name: str, index: int, width: int) -> None:
-        """name: prefix of the weight names. index: layer index that is passed to `Attend`. width: X."""
+        """name: prefix of the weight names. index: layer index for `Attend`. width: input size, X."""
         self._index = index
         self._num_heads, self._num_kv_heads, self._head_dim = spec.num_heads, spec.num_kv_heads, spec.head_dim
         rows = [heads * spec.head_dim for heads in (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)]

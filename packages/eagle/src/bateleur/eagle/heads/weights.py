@@ -47,7 +47,7 @@ class Weights:
         return name in self._tensors
 
     def take(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        """Return the tensor of this name, which must have this shape.
+        """Return the tensor of this name. If it is missing or unsuitable, return a placeholder and let `check` raise.
 
         dtype: integer dtype of the result, which is then on the CPU; None for a tensor of floats.
         """
@@ -79,19 +79,15 @@ class Weights:
         return self.project(weight, self._stacked([f"{name}.bias" for name in names], rows) if bias else None)
 
     def integers(self, name: str, *shape: int) -> Tensor:
-        """Return a tensor of integers of this shape, as int64 on the CPU."""
+        """Return a tensor of integers as int64 on the CPU, see `take`. Raises ValueError if its dtype is no integer."""
         if name in self._tensors and self._tensors[name].dtype not in _WHOLE:
             raise ValueError(f"{self._stored_name(name)} is {self._tensors[name].dtype}; it must hold whole numbers")
         return self.take(name, *shape, dtype=torch.int64)
 
     def check(self, ignorable: Callable[[str], bool]) -> tuple[str, ...]:
-        """Raise for missing tensors, wrong shapes or dtypes, and unused tensors for whose name `ignorable` is False.
+        """Return the sorted names of unused tensors, if `ignorable` is True for each name.
 
-        Returns:
-            The names of the harmless unused tensors, sorted.
-
-        Raises:
-            ValueError: lists all these tensors.
+        Raises ValueError that lists missing tensors, wrong shapes or dtypes, and other unused tensors.
         """
         rest = sorted(self._tensors.keys() - self._taken)
         unknown = [self._stored_name(name) for name in rest if not ignorable(name)]

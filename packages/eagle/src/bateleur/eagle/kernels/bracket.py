@@ -117,9 +117,10 @@ def bracket_kernel(
     """Estimate each row's brackets and find its largest logit over the temperature; NaN for a row with a NaN.
 
     Grid (rows). Occupancy on sm_90: at least 1 block per SM.
-    Reads the logits, stats_ptr (result of `stats_kernel`), the sampling parameters and the penalties. Writes the
-    largest logits to best_ptr (rows,), and the brackets to the first columns of brackets_ptr (rows, COLUMNS). Sets the
-    other columns of brackets_ptr to 0: `collect_kernel` adds numbers and masses of tokens to them.
+    Reads stats_ptr (result of `stats_kernel`), sampling_ptr (`SamplingMetadata.values`) and penalties (values_ptr to
+    KIND: see `penalties_of`). Writes the largest logits to best_ptr (rows,), the brackets to the first columns of
+    brackets_ptr (rows, COLUMNS), and 0 to its other columns, to which `collect_kernel` adds numbers and masses.
+    room: largest number of samples in a bracket. TILES: num_tiles, rounded up to a power of two.
     """
     row = tl.program_id(0).to(tl.int64)
     temperature, log_min_p, top_k, top_p, truncates = metadata_of(sampling_ptr, row, size)

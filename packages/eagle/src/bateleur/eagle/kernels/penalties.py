@@ -16,8 +16,10 @@ NATIVE = tl.constexpr(not triton.knobs.runtime.interpret)
 def penalties_of(
     row, size, values_ptr, owners_ptr, counts_ptr, prompts_ptr, before_ptr, num_before, KIND: tl.constexpr
 ):
-    """Load the inputs of `penalised` for a logit row from the fields of `Penalties`. KIND: 0 without penalties, 1 with
-    them, 2 if drafts before the row count as generated, too.
+    """Load the inputs of `penalised` for a logit row of `size` tokens.
+
+    values_ptr to before_ptr: fields of `Penalties`. num_before: columns of before_ptr.
+    KIND: 0 without penalties, 1 with them, 2 if drafts before the row (before_ptr) count as generated, too.
     """
     if KIND == 0:  # no code after a constexpr branch that returns: Triton types it, and these pointers are placeholders
         found = (1.0, 0.0, 0.0, counts_ptr, prompts_ptr, before_ptr, 0)

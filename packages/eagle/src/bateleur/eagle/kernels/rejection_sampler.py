@@ -81,16 +81,13 @@ def draw_kernel(
 ):  # fmt: skip
     """Sample each logit row by Gumbel-max: the first maximum of each share of the row, NaN if the share holds one.
 
-    Grid (requests, logit rows of a request, shares of a row).
-
+    Grid (requests, logit rows of a request, shares of a row). Occupancy on sm_90: at least 24 blocks per SM.
     DIVIDE: divide logits by their row's temperature. TRUNCATION: leave out logits below the row's threshold
-    (`least_ptr`, `last_ptr`). SINGLE: every request has one row, and `starts_ptr` is not read. KIND: kind of
-    penalties, see `penalties_of`.
+    (`least_ptr`, `last_ptr`). SINGLE: every request has one row, and `starts_ptr` is not read.
+    share: tokens of a share. temperature_step: stride of temperature_ptr. values_ptr to KIND: see `penalties_of`.
 
     Writes the maximum to best_ptr and its token id to token_ptr, in the shape of the grid. Other pointers are read:
-    words_ptr has the hashed token ids, sampling_ptr `SamplingMetadata.values`, values_ptr to before_ptr the penalties.
-
-    Occupancy on sm_90: at least 24 blocks per SM.
+    words_ptr has the hashed token ids, sampling_ptr `SamplingMetadata.values`.
     """
     request, row_of_request, shard = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row = request + row_of_request
@@ -299,7 +296,7 @@ def draw_shares(
 ) -> tuple[Tensor, Tensor]:
     """Return the largest perturbed logit, and its token id, of each share of each logit row, in one launch.
 
-    Both results are (requests, rows of a request, shares).
+    Both results are (requests, rows of a request, shares). A share is the part of a row that one program reads.
     starts, seeds, first_position, temperature: see `_launch`. hashes: see `HashedVocab`. values: (N, 4) float32, see
     `SamplingMetadata`; None if logits are divided by the temperature already. thresholds: those of truncation, see
     `SamplingMetadata.thresholds`. rows_per_request: most logit rows of a request.

@@ -76,7 +76,10 @@ def mass_of(x, best):
 
 @triton.jit
 def metadata_of(sampling_ptr, row, size):
-    """Load a row's temperature, log_min_p, top_k (`size` for all), top_p, and whether truncation may drop a token."""
+    """Load a row's temperature, log_min_p, top_k (`size` for all), top_p, and whether truncation may drop a token.
+
+    sampling_ptr: `SamplingMetadata.values`. size: number of tokens in a row.
+    """
     temperature, log_min_p = tl.load(sampling_ptr + row * 4), tl.load(sampling_ptr + row * 4 + 1)
     top_k, top_p = tl.load(sampling_ptr + row * 4 + 2).to(tl.int64), tl.load(sampling_ptr + row * 4 + 3)
     top_k = tl.where((top_k <= 0) | (top_k > size), size, top_k).to(tl.int64)

@@ -66,7 +66,8 @@ def stats_kernel(
     """Compute for each tile the largest logit (NaN if any is NaN), and the sum of exp((logit - largest) / temperature).
 
     Grid (rows, tiles). Occupancy on sm_90: at least 5 blocks per SM.
-    Writes both numbers to stats_ptr (rows, tiles, 2); all other pointers are read.
+    Writes stats_ptr (rows, tiles, 2). Reads sampling_ptr (`SamplingMetadata.values`) and penalties (values_ptr to KIND:
+    see `penalties_of`).
     """
     row, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
     temperature, _, _, _, truncates = metadata_of(sampling_ptr, row, size)
@@ -89,11 +90,12 @@ def collect_kernel(
     values_ptr, owners_ptr, counts_ptr, prompts_ptr, before_ptr, num_before,
     KIND: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Append the keys inside of the brackets to the row's list of candidates, and sum number and mass of those above.
+    """Append sort keys inside of a row's brackets to its list of candidates; sum number and mass of tokens above them.
 
     Grid (rows, tiles). Occupancy on sm_90: at least 7 blocks per SM.
-    Reads best_ptr, and the brackets in brackets_ptr (rows, COLUMNS); adds the sums and the number of candidates to its
-    other columns. Writes candidates_ptr (rows, capacity); keys beyond the capacity are counted, not stored.
+    Reads best_ptr and brackets_ptr as `bracket_kernel` left them; adds the sums and the number of candidates to columns
+    of brackets_ptr. Writes candidates_ptr (rows, capacity); keys beyond the capacity are counted, not stored.
+    Other arguments: as for `stats_kernel`.
     """
     row, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
     temperature, log_min_p, top_k, top_p, _ = metadata_of(sampling_ptr, row, size)
@@ -147,7 +149,7 @@ def read_keys(source, start, BLOCK: tl.constexpr, KIND: tl.constexpr):
 
 @triton.jit
 def weigh(source, best, low, high, BLOCK: tl.constexpr, KIND: tl.constexpr):
-    """Return the total `mass_of` and the largest sort key, int64, of tokens of `source` with keys in [low, high]."""
+    """Return total mass and largest key, int64, of the keys of `source` in [low, high]. Arguments: as for `select`."""
     mass_L, largest_L = tl.zeros([BLOCK], tl.int64), tl.full([BLOCK], NO_KEY, tl.int64)
     for start in range(0, source[1], BLOCK):
         key_L = read_keys(source, start, BLOCK, KIND)
@@ -161,13 +163,11 @@ def weigh(source, best, low, high, BLOCK: tl.constexpr, KIND: tl.constexpr):
 def select(
     source, best, above, goal, low, high, MASS: tl.constexpr, BLOCK: tl.constexpr, KIND: tl.constexpr
 ):  # fmt: skip
-    """Find the largest key in [low, high] such that the number or mass of the keys not below it reaches the goal.
+    """Find the largest key in [low, high] such that number or mass (if MASS) of the keys not below it reaches `goal`.
 
-    source, best: see `read_keys` and `mass_of`.
-    above: number or mass of the keys above `high`, which the source need not contain.
-
-    Returns the key, and whether it exists. It does not exist if the keys above `high` reach the goal, or if all keys
-    not below `low` miss it.
+    source, best: see `read_keys` and `mass_of`. above: number or mass of the keys above `high`, which the source need
+    not contain. Returns the key, and whether it exists. It does not exist if the keys above `high` reach the goal, or
+    if all keys not below `low` miss it.
     """
     top, pivot_P = high, tl.arange(0, _PIVOTS).to(tl.int64)
     num_above, reached, num_left = tl.zeros([], tl.int64), above.to(tl.float64) < goal, 2
@@ -238,8 +238,8 @@ def threshold_kernel(
     """Find each row's threshold: the smallest kept logit over the temperature, and the last kept id equal to it.
 
     Grid (rows). Occupancy on sm_90: at least 2 blocks per SM. The logit is -inf in a row that keeps all tokens.
-    Writes the logit to least_ptr and the id to last_ptr, (rows,) each. Reads the logits, and best_ptr, brackets_ptr and
-    candidates_ptr as `bracket_kernel` and `collect_kernel` left them.
+    Writes the logit to least_ptr and the id to last_ptr, (rows,) each. Reads best_ptr, brackets_ptr and candidates_ptr
+    as `bracket_kernel` and `collect_kernel` left them. Other arguments: as for `stats_kernel`.
     """
     row = tl.program_id(0).to(tl.int64)
     _, log_min_p, top_k, top_p, truncates = metadata_of(sampling_ptr, row, size)
@@ -280,7 +280,7 @@ def truncation_thresholds(logits: Tensor, values: Tensor, penalties: Penalties |
     """Find the truncation thresholds of each row in four launches; returns (N,) float32 and (N,) int32.
 
     The first result is the smallest kept logit over the temperature, the second the last kept id equal to it. The
-    workspace is 64 to 128 KiB a row.
+    workspace is 8 * `capacity_of(V)` bytes a row: 64 KiB for at most 2^17 tokens, 128 KiB for at most 2^18.
 
     logits: (N, V), dense in the last dimension.
     values: (N, 4) float32, see `SamplingMetadata`.

@@ -26,8 +26,9 @@ def histogram_kernel(
     """Make a histogram of each row over one 8-bit digit of the logits: sum the weights (1, or mass) of tokens by digit.
 
     Grid (rows, splits). Occupancy on sm_90: at least 9 blocks per SM.
-    Reads the logits scaled_ptr, mass_ptr if MASS is True, and start_ptr. Adds to out_ptr (rows, 256) int64, which must
-    be zeros. share: tokens of a split. start, shift: see `shard_truncation._histogram`.
+    Reads the logits scaled_ptr, mass_ptr if MASS is True, and start_ptr (rows,). Adds to out_ptr (rows, 256) int64,
+    which must be zeros. share: tokens of a split. The digit of a logit is (`order_of`(logit) - start) >> shift; tokens
+    with another digit than 0 .. 255 are not counted.
     """
     row, shard = tl.program_id(0).to(tl.int64), tl.program_id(1)
     start, stop = tl.load(start_ptr + row), tl.minimum((shard + 1) * share, size)
