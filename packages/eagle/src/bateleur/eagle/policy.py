@@ -75,7 +75,7 @@ class StepTime:
 
     num_rows: requests that decode. num_drafts: drafts that the policy had asked for, summed over these requests.
     num_tokens: tokens that they emitted. num_other_tokens: tokens of other requests, such as chunks of prompts.
-    greedy: as in `PolicyRows`.
+    greedy: whether drafts need no noise, because all requests are greedy or the drafter does not sample.
     """
 
     num_rows: int
@@ -133,7 +133,7 @@ class ByBatchSize:
             )
 
     def lengths(self, rows: PolicyRows) -> I32Array:
-        """Return the number of drafts of each request, (R,) int32: that for R requests, at most `max_drafts`."""
+        """Return the number of drafts of each request, (R,) int32: the mapping's value for R, at most `max_drafts`."""
         size = max((size for size in self.num_drafts if size <= len(rows)), default=1)
         return _capped(self.num_drafts[size], rows)
 
@@ -175,16 +175,16 @@ class BySurvival:
     1 + s_1 + s_2 + ... tokens. One sort of all s gives the best lengths for every number of drafts of the step, and the
     best number is chosen: 0 in a large batch, in which a token costs more than any draft gains.
 
-    Every `probe_every` steps a request gets one draft more than is best, at most an eighth of the requests at a time.
-    Without that, a low estimate would never be corrected.
+    Every `probe_every` steps a request gets one draft more than is best, so that a low estimate can be corrected. At
+    most an eighth of the requests get it in a step; with `uniform` all of them.
     """
 
     def __init__(
         self, cost: Cost, *, draft_cost: float = 0.0, uniform: bool = False, probe_every: int | None = 64
     ) -> None:
         """cost: function from a number of tokens to the cost of a target step of that size.
-        draft_cost: cost of one draft pass, in the unit of `cost`. A step has as many draft passes as the request with
-            the most drafts has drafts. 0 if all K are drafted anyway.
+        draft_cost: cost of one draft pass, in the unit of `cost`. A step has as many passes as its longest draft has
+            tokens. 0 if the drafter always makes the maximum number of drafts.
         uniform: all requests get the same number (at most their `max_drafts`), and the step is padded to it: for graphs
             with a uniform query length.
         probe_every: number of steps between probes of a request; None for never.

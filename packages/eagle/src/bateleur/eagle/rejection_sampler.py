@@ -51,14 +51,14 @@ def verify(
 
     logits: (N, V) floating, logits of the target, processed (penalties, grammar, truncation) and divided by the
         temperature in rows that sample (temperature above 0), as for `draw`. Not written to.
-    vocab: the V hashed token ids; by default the ids 0 .. V-1. With the vocab of a vocabulary shard, logits are those
-        of the shard, and all ranks emit the same tokens.
+    vocab: token ids of the V columns, hashed to key their noise; by default 0 .. V-1. With the ids of a vocabulary
+        shard, logits are those of the shard, and all ranks emit the same tokens.
     metadata: sampling parameters of each logit row. If given, `logits` are float32, not truncated and not divided by
         the temperature, and the rule COUPLED never materialises the processed logits.
     greedy: all temperatures are 0, so that no noise is computed. False is always correct.
 
     Under COUPLED the tokens are those of `draw` row by row, bit for bit. Under every rule a request without drafts
-    gets the token of `draw`. Raises `ValueError` if the shapes disagree, or if the rule does not fit the distribution.
+    gets the token of `draw`. Raises `ValueError` if shapes disagree, or if `rule` can't verify `drafts.distribution`.
     """
     rule.require(drafts.distribution)
     num_reqs, num_drafts = drafts.tokens.shape
@@ -95,7 +95,7 @@ def draw_draft(
     """Sample one draft token per row with the noise that `rule` needs; the argmax if the temperature is 0.
 
     logits: (R, Vd) floating, before the temperature; the same tensor is given to `Logits` if the rule needs it.
-    positions: (R,) int64 index in its sequence of the drafted token; may exceed all limits, never clamped.
+    positions: (R,) int64 index in its sequence of the drafted token, not clamped to the model length.
     draft_index: int or (R,) int64, index of the draft in its step, from 0.
     vocab: `HashedVocab.of(ids, device)` of the target ids of a reduced draft vocabulary, so that drafts share the
         target's noise. The result is then an index into `ids`.
@@ -227,7 +227,7 @@ def _probability(logits: Tensor, scale: LogNormalizer, row: Tensor, token: Tenso
 def _declared(
     distribution: Logits, tokens_RK: Tensor, temperature: Tensor, vocab_size: int
 ) -> tuple[Tensor, Tensor, LogNormalizer]:
-    """Return the probability q of every draft, whether its distribution is valid, and the log-sum-exp of its logits."""
+    """Return the probability q of every draft, whether its row's maximum is finite, and the row's log-sum-exp."""
     scaled_ND = apply_temperature(distribution.logits.float(), temperature).flatten(0, 1)
     scale, draft_id_RK = LogNormalizer.of(scaled_ND, distribution.shard), tokens_RK
     row_RK = torch.arange(tokens_RK.numel(), device=tokens_RK.device).view(tokens_RK.shape)

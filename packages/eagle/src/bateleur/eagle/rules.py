@@ -82,10 +82,10 @@ class Rule(Enum):
         return Role.TARGET if self is Rule.COUPLED else Role.DRAFT
 
     def keys(self, seeds: Tensor, positions: Tensor, draft_index: int | Tensor = 0) -> Keys:
-        """Return the noise keys of drafts and of acceptance tests; `draft_index` is the index of the draft in its step.
+        """Return the keys of the noise of R drafts and of their acceptance tests.
 
-        Only keys of the rule BLOCK contain the index: BLOCK reads noise for positions after the one where it stops, and
-        the next step must read other numbers there. The other rules read no noise after the tokens that they emit.
+        seeds, positions: (R,) int64, as of `Keys`. draft_index: index of the draft in its step; only BLOCK uses it.
+        BLOCK reads noise after the position where it stops, and the next step must read other numbers there.
         """
         return Keys(seeds, positions, draft_index if self is Rule.BLOCK else 0)
 

@@ -70,8 +70,8 @@ def draw(
 
     logits: (R, V) float32, processed, and divided by the temperature in rows that sample; not written to.
     temperature: (R,) floating; only whether it is above 0 is read.
-    keys: R keys. The noise of a row depends on its key, `role` and the token ids only, never on other rows.
-    vocab: the V hashed token ids; by default the ids 0 .. V-1. With the vocab of a vocabulary shard, logits are those
+    keys, role: seed and position of each row's token, and its purpose. Noise depends on nothing else but the token id.
+    vocab: token ids of the V columns, hashed; by default 0 .. V-1. With the ids of a vocabulary shard, logits are those
         of the shard, and the token is sampled over all ranks.
 
     Raises `ValueError` if the numbers of rows disagree. Gumbel-max: Gumbel 1954; Maddison et al. 2014.
@@ -163,10 +163,9 @@ def _perturbed_max(
 ) -> tuple[Tensor, Tensor]:
     """Return the maximum of the perturbed logits of each row, (N,) float32, and its index in the shard, (N,) int64.
 
-    The maximum is NaN if the row holds a NaN, and -inf if no token is left.
-
-    logits: (N, V), as for `sample`. values: (N, 4) float32, see `SamplingMetadata`. hashes: (V,) int32, see
-        `HashedVocab`. seeds, name: (N,) int64, see `noise.names`. least, last: as of `SamplingMetadata.thresholds`.
+    The maximum is NaN if the row holds a NaN, and -inf if no token is left. logits: (N, V) float32 or narrower.
+    values: `SamplingMetadata.values`. hashes: (V,) int32 hashed token ids. seeds, name: (N,) int64, seeds and packed
+    noise keys (`noise.names`). least, last: (N,) truncation thresholds (`SamplingMetadata.thresholds`).
     """
     temperature_N = values[:, 0]
     scaled_NV = apply_temperature(logits.float(), temperature_N)

@@ -69,7 +69,7 @@ def shard_thresholds(logits: Tensor, metadata: SamplingMetadata, shard: VocabSha
 
 
 def _top(scaled_NL: Tensor, floor_N: Tensor, top_k_N: Tensor, shard: VocabShard) -> _Edge:
-    """Find the top_k threshold of each row among the tokens that are not below `floor_N` (`order_of`)."""
+    """Find the top_k threshold of each row among the tokens at or above the integer `floor_N`, see `order_of`."""
     size = shard.vocab_size
     top_k_N = top_k_N.where((top_k_N > 0) & (top_k_N < size), size)
     order_N, above_N, ties_N, own_N = _search(scaled_NL, None, floor_N, top_k_N.minimum, shard)
@@ -105,11 +105,11 @@ def _search(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Find the largest value at or above `start_N` such that the tokens at or above it have at least the weight `goal`.
 
-    The weight of a token is its mass, or 1 if `mass_NL` is None. Returns the value (`order_of`), the weight of tokens
-    above it and equal to it, and the part of the equal ones in this shard; (N,) int64 each.
+    The weight of a token is its mass, or 1 if `mass_NL` is None. Values are integers of the same order (`order_of`).
+    Returns the value, the weight of tokens above it and equal to it, and the weight of the equal ones in this shard;
+    (N,) int64 each.
 
-    start_N: (N,) int64, `order_of` the lowest value.
-    goal: maps the total weight of the tokens at or above the start, (N,) int64, to the weight to reach.
+    goal: maps the total weight of the tokens at or above `start_N`, (N,) int64, to the weight to reach.
     """
     above_N, goal_N1 = torch.zeros_like(start_N), None
     for shift in range(32 - DIGIT, -1, -DIGIT):

@@ -45,10 +45,11 @@ class EagleSpeculator:
         rule: acceptance rule of the drafts. Under RATIO and BLOCK drafts are sampled with independent noise, and the
             logits of all drafts that wait for verification are kept: max_num_reqs * K * draft vocabulary * 4 bytes.
 
-    Raises `ValueError` for inconsistent numbers.
+    Raises `ValueError` if `cache` is too small for `limits` and K or does not fit the head, or if drafts can't use the
+    metadata builder of `backend`.
 
     Attributes:
-        draft_max_seq_len: host bound of the lengths of every draft pass, see `ChainSteps.longest`.
+        draft_max_seq_len: upper bound of the sequence lengths in the draft passes of the last `propose`.
         max_drafted_len: most tokens of a sequence, drafts included: a pass at position p predicts token p + 2.
         draft_prefill_builds: how often metadata was built for first passes; 0 if the target always has metadata.
         prefill, decode: graphs of the first pass, once captured, and of the passes after it (the chain).
@@ -157,7 +158,7 @@ class EagleSpeculator:
         return Logits(self.inputs.logits.of(rows), self.head.target_ids, self._passes.vocab.shard)
 
     def _stage(self, context: DraftContext, *, clears: bool = True) -> None:
-        """Write the inputs of the first pass. clears: see `DraftBuffers.set_rows`."""
+        """Write the inputs of the first pass. clears: zero the rows after the batch; False inside a graph."""
         x, batch = self.inputs, context.batch
         stage_first(x, batch, self._cache.group, context.next_token, context.num_valid)
         table = batch.block_tables[self._cache.group]
@@ -167,7 +168,7 @@ class EagleSpeculator:
     def _room(self, num_rows: int, num_drafts: int) -> Tensor:
         """Return how many drafts of each row fit into `max_model_len`: (R, 1) int64, at most `num_drafts`.
 
-        Draft i of a row is token `token_positions` + i of its sequence. The result is 0 or negative if none fits.
+        Draft i (from 0) has the position `self.inputs.token_positions` + i. The result is at most 0 if none fits.
         """
         positions_R1 = self.inputs.token_positions[:num_rows].unsqueeze(1)
         return (self.steps.max_seq_len - positions_R1).clamp_(max=num_drafts)
@@ -203,10 +204,10 @@ class EagleSpeculator:
 
         attn_states: captured states that the target's `capture` returned; each state is a `TargetState`.
         keys: graph keys of the first pass; None means all that the target captured, () no first pass.
-        keep_going: as for `CudaGraphManager.capture`.
+        keep_going: if a capture fails, continue with the next key instead of raising.
 
-        Raises `NotCaptured` for a key that the target has not captured, `BorrowError` if the target's metadata does not
-        fit, `CaptureError` if a capture fails, and `ValueError` if the speculator was made without `graphs`.
+        Raises `NotCaptured` for a key that the target has not captured, `BorrowError` if draft passes cannot use the
+        target's metadata, `CaptureError` if a capture fails, and `ValueError` if the speculator has no `graphs`.
         """
         if self._graphs is None or self.decode is None:
             raise ValueError("graphs is None; a speculator that captures needs a DraftGraphs")
@@ -220,14 +221,14 @@ class EagleSpeculator:
         self.decode.capture(self.steps, self._passes.chain, keep_going=keep_going)
 
     def stage_proposal(self, target: TargetState, num_drafts: int, phase: Phase = Phase.RUN) -> ProposalPasses:
-        """Build the metadata of all passes of a proposal, after a step of the target, for `record_proposal`."""
+        """Build metadata of all passes of a proposal after the step `target`; phase: RUN, or why it is a dummy step."""
         first, batch = self._borrow(target, phase=BuildPhase(phase.value)), target.batch
         if num_drafts < 2:
             return ProposalPasses(first, None)
         return ProposalPasses(first, self.steps.build(batch, batch.num_reqs, num_drafts - 1, phase))
 
     def fuzz_proposal(self, target: TargetState, seed: int) -> None:
-        """Fill caches and buffers of the drafter with random values; use it only in an engine without requests."""
+        """Stage random draft inputs and caches after the step `target`; use it only in an engine without requests."""
         self._adopt(target, Phase.RUN, seed)
 
     def record_proposal(self, key: BatchExecutionDescriptor, passes: ProposalPasses, context: DraftContext) -> Tensor:
@@ -267,7 +268,8 @@ class EagleSpeculator:
         """Return batch and metadata of a first pass: those of the target's step. For a target without attention the
         metadata is built.
 
-        now: as for `borrow_violations`. phase: why metadata is built, if it is. greedy: see `DraftState`.
+        now: number of times that the target's buffers have been staged; None without a check that they are current.
+        phase: why metadata is built, if it is. greedy: no request needs noise.
 
         Keys and values of rejected tokens are stored in the head's KV caches, too: attention requires that every
         position below `seq_lens` has been written. The causal mask hides rejected tokens from kept tokens, and the next
@@ -282,7 +284,7 @@ class EagleSpeculator:
         return DraftState(batch, metadata, self._builder.signature, greedy)
 
     def _adopt(self, target: TargetState, phase: Phase, seed: int | None = None) -> DraftState:
-        """Stage a dummy step in the drafter's buffers (random with `seed`); return the state of its first pass."""
+        """Stage inputs of a first pass after the dummy step `target` (random with `seed`); return the pass's state."""
         self.steps.stage_dummy(target.batch, self._cache.group, seed=seed)
         return self._borrow(target, phase=BuildPhase(phase.value))
 

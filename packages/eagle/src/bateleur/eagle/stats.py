@@ -115,7 +115,7 @@ class AcceptanceEstimates:
 
 
 def _reached(k: int, num_drafts: IntArray, num_accepted: IntArray) -> tuple[IntArray, IntArray]:
-    """Return which drafts of each row were reached, and which were accepted, (R, K) int64 each."""
+    """Return which of `k` drafts of each row were reached, and which were accepted, (R, k) int64 each."""
     if num_drafts.ndim != 1 or num_drafts.shape != num_accepted.shape:
         raise ValueError(f"num_drafts {num_drafts.shape} and num_accepted {num_accepted.shape} must both be (R,)")
     wrong = (num_accepted < 0) | (num_accepted > num_drafts) | (num_drafts > k)

@@ -26,10 +26,10 @@ def step_metadata(
     chunker: PrefillChunker, plan: SlotPlan | ReplayPlan, table: Tensor, request_row: Tensor, computed: Tensor,
     query_lens: Sequence[int], first: int,
 ) -> MambaMetadata:  # fmt: skip
-    """Return the metadata of a step whose prefills start at row `first`.
+    """Return the metadata of a step with `first` decode rows and then prefills.
 
-    chunker: splits the prefills. plan: result of the planner. request_row: (R,) rows of the `RequestStates`. The
-    others: as in `FoldCache.step`.
+    plan: result of `plan_step` or `plan_replay`. request_row: (R,) rows of the `RequestStates`. table, computed,
+    query_lens: as in `FoldCache.step`.
     """
     starts, chunks = np.add.accumulate([0, *query_lens], dtype=np.int32), PrefillChunks.empty(table.device)
     if first < len(query_lens):
@@ -161,7 +161,7 @@ class FoldCache:
         self.states.scatter(rows, carried.accepted, base=computed)
 
     def fold(self, plan: FoldPlan, replay: ReplayPlan, rows: Tensor) -> None:
-        """Add ring entries to saved states in all layers; arguments as in `StatePool.fold`."""
+        """Add ring entries to saved states in all layers, by the planners' results. rows: (R,) rows of the requests."""
         self.pages.fold(plan, replay, rows, self._params)
 
     def _check_rows(self, rows: Sequence[int]) -> None:

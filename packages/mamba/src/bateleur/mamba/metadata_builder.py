@@ -27,18 +27,18 @@ from bateleur.metadata import BuildPhase, CommonAttentionMetadata, GraphSupport,
 class MambaMetadataBuilder:
     """Builds `MambaMetadata` from the block table of a KV-cache group whose entries are state slots.
 
-    Slots are written to persistent buffers, so a captured graph of a decode batch can read them. Chunks of prefills are
-    allocated for each batch that has prefills.
+    An `AttentionMetadataBuilder`, which explains `reads` and `seq_len_fill`. Slots are written to persistent buffers,
+    so a captured graph of a decode batch can read them. Chunks are allocated for each batch that has prefills.
 
     Args:
         layout: block-table layout of the group.
         chunk_size: maximum number of tokens of a prefill chunk.
         max_num_reqs: maximum number of rows of a batch.
         device: device of the buffers.
-        states: values that requests carry between steps. Required for draft tokens and the state policy FOLD. The next
-            KV-cache group then has a block table of one column: the row in `states` of each request, 0 in padded rows.
-        prompt_scan: kernels that scan prefills. `MambaMetadata.prefill_chunks.prompt_scan` tells which ones a step
-            uses.
+        states: values that requests carry between steps. Required for draft tokens and the state policy FOLD. The
+            KV-cache group after this one then has a block table of one column: the row in `states` of each request, 0
+            in padded rows.
+        prompt_scan: kernels to scan prefills. `MambaMetadata.prefill_chunks.prompt_scan` has those that a step uses.
 
     Raises ValueError for a chunk size or a row count below 1, and for the state policy FOLD without `states`.
     """
@@ -73,7 +73,7 @@ class MambaMetadataBuilder:
 
     @staticmethod
     def supports(num_speculative_tokens: int) -> GraphSupport:
-        """Return which batches a full graph can be captured for: decodes only, all with equally many tokens.
+        """Return which batches a full graph can be captured for: decodes with equally many tokens, 1 without drafts.
 
         With prefills, the numbers of decodes and chunks are sizes that a graph would fix.
         """

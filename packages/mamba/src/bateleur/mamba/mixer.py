@@ -121,7 +121,7 @@ class Mixer:
     ) -> Tensor:
         """Run `mix` for the prefill rows only, write their outputs into `y`, and return `y`.
 
-        Call it after `decode` with `MambaMetadata.piecewise_decodes`. Launches nothing without prefills.
+        Call it after `decode` of the rows `MambaMetadata.piecewise_decodes`. Launches nothing without prefills.
         """
         if batch.prefill_plan is not None:
             n = batch.metadata.num_decode_tokens

@@ -70,8 +70,8 @@ class PrefillChunker:
     """Splits prefills into chunks: at the ends of blocks, and inside a block at multiples of `chunk_size` tokens.
 
     Positions are counted from the start of the request, so a token is in the same chunk however the scheduler splits
-    the prompt at these positions. States are kept after the last chunk of a request and at the ends of blocks, in
-    the block-table column of that number of tokens. If the table has no slot there, the state is not kept.
+    the prompt at these positions. States after n tokens, at the ends of blocks and of a request's last chunk, are kept
+    in block-table column (n - 1) // block_size. If the table has no slot there, the state is not kept.
 
     With `PromptScan.FLA`, steps in which no request passes the end of a block use the kernels of fla-core, which return
     only the last state of a request.

@@ -102,10 +102,8 @@ def _play(
 def _batch(
     problem: RecurrenceCase, inputs: list[Tokens], who: list[int], computed: list[int], lens: list[int], kept: list[int]
 ) -> Tokens:
-    """Return the tokens of a step of the requests `who`, `lens` tokens each.
-
-    The first `kept` tokens of a request are its `inputs` after `computed` tokens; the others are random drafts, which
-    are rejected.
+    """Return the tokens of a step, `lens` of each request in `who`: first the next `kept` tokens of its `inputs`, which
+    follow `computed` tokens, then random drafts to be rejected.
     """
     flat, at = [torch.cat(parts) for parts in zip(*(each.tensors for each in inputs), strict=True)], []
     for r, n, k in zip(who, lens, kept, strict=True):
@@ -133,10 +131,7 @@ class _SlotCache:
         self.admit = self.states.admit
 
     def step(self, table: Tensor, rows: list[int], computed: Tensor, lens: list[int], first: int) -> SimpleNamespace:
-        """Plan a step whose prefills start at row `first`; other arguments as in `FoldCache.step`.
-
-        The result has the functions `mix` and `commit` of a `FoldStep`.
-        """
+        """Plan a step of `first` decodes, then prefills, as `FoldCache.step`; return functions `mix` and `commit`."""
         request_row, counts = torch.tensor(rows, device=self.device), torch.tensor(lens, device=self.device)
         carried = self.states.gather(request_row)
         plan = plan_step(self.layout, table, computed, counts, carried.accepted, prev_col=carried.prev_col)

@@ -38,7 +38,7 @@ class Tokens:
         return (self.channels, *self.gates)
 
     def of(self, index: Tensor, placeholder: int = 0) -> Tokens:
-        """Return the tokens `index`, then `placeholder` tokens of NaN; all are strided views of one wide tensor."""
+        """Return the tokens with the indices `index`, then `placeholder` tokens of NaN, as views of one wide tensor."""
         count, device = len(index), self.channels.device
         parts = [each.flatten(1) for each in self.tensors]
         dtype, sizes = self.channels.dtype, [part.shape[1] for part in parts]
@@ -65,7 +65,7 @@ class RecurrenceCase:
         """Number of tokens whose output was compared."""
 
     def draw(self, spec: TensorSpec, *front: int, least: torch.dtype | None = None) -> Tensor:
-        """Return random values (*front, *spec.shape) with `spec.sign`, in the wider of `spec.dtype` and `least`."""
+        """Return random values (*front, *spec.shape), sign as `spec.sign`, in the wider of `spec.dtype` and `least`."""
         dtype = spec.dtype if least is None else torch.promote_types(spec.dtype, least)
         return spec.random((*front, *spec.shape), self.generator).to(self.device, dtype)
 

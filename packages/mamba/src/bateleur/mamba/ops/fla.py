@@ -39,8 +39,6 @@ _INSTALL = "bateleur-mamba[fla] installs a supported version"
 
 
 class _Function(NamedTuple):
-    """A function of fla-core: its module, name and required arguments."""
-
     module: str
     name: str
     arguments: tuple[str, ...]

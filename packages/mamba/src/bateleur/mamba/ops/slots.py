@@ -58,9 +58,9 @@ def to_rows(x: Tensor, tokens: Tensor, full: bool) -> Tensor:
 
 
 def unpad(y: Tensor, targets: Tensor, like: Tensor) -> Tensor:
-    """Scatter y (R, M, ...) to the indices `targets` (R, M) of zeros with shape (T, ...) and dtype of `like`.
+    """Return y (R, M, ...) as tokens (T, ...) with shape and dtype of `like`: y[r, i] becomes token targets[r, i].
 
-    Index T is dropped.
+    Token T is dropped; tokens of no row are 0.
     """
     if all_rows_full(targets, like.shape[0]):
         return y.flatten(0, 1).to(like.dtype).contiguous()

@@ -58,7 +58,8 @@ class SlotPlan(Plan):
     """State slots that each request of a step reads and writes, state policy SLOTS (a slot per draft); all int64.
 
     Slot 0 is null: reading it gives a zero state, and a write to it is dropped. All fields of a row without tokens are
-    0. Fields are (R,), but `ssm_write` is (R, 1 + K): a slot per token. `run_col` is the column of `conv_write`.
+    0. Fields are (R,), but `ssm_write` is (R, 1 + K): a slot per token. `conv_offset` is the first entry of the initial
+    window in slot `conv_read`, `run_col` the block-table column of `conv_write`.
     """
 
     ssm_read: Tensor
@@ -83,11 +84,11 @@ class SlotPlan(Plan):
 
 @dataclass(frozen=True, slots=True)
 class CopyPlan(RowPlan):
-    """State copies after a step, at most one per row, and values for the next step; all (R,) int64. State policy SLOTS
-    (a slot per draft).
+    """State copies after a step, at most one per row, state policy SLOTS (a slot per draft); all (R,) int64.
 
     The first four fields are the arguments of `copy_states`: slot `dst` gets the conv window of `conv_src` without its
-    first `conv_bias` entries, and the SSM state of `ssm_src`. They are 0 in rows without a copy.
+    first `conv_bias` entries, and the SSM state of `ssm_src`. They are 0 in rows without a copy. `accepted` and
+    `prev_col` are arguments of the next `plan_step`.
     """
 
     conv_src: Tensor
@@ -141,10 +142,10 @@ class FoldPlan(RowPlan):
 
 
 def require(layout: CacheLayout, policy: StatePolicy, first: tuple[str, Tensor], **rows: Tensor | None) -> None:
-    """Raise ValueError if the layout has another policy, the block table is too narrow, or a tensor is not (R,).
+    """Raise ValueError if the layout has another policy, the block table is too narrow, or one of `rows` is not (R,).
 
-    first: name and tensor of the block table (R, columns), or of a plan (R,). A tensor of another shape would be
-    broadcast, or resize `out`.
+    first: name and tensor of the block table (R, columns), or of a plan (R,). rows: arguments by name. One of another
+    shape would be broadcast, or resize `out`.
     """
     name, table = first
     if layout.policy is not policy:

@@ -28,7 +28,7 @@ def slot(row_ptr_R, table_column, column_R, real_R):
 
 
 def launch(kernel, num_rows, *args, **constants):
-    """Launch one of the four kernels, with one row per thread."""
+    """Launch a kernel of this module, with one row of the batch per thread."""
     block = 128
     kernel[(cdiv(num_rows, block),)](*args, **constants, BLOCK=block, num_warps=4, enable_fp_fusion=True)
 

@@ -129,7 +129,7 @@ def _find_row(starts_ptr, tile, num_rows, TILE: tl.constexpr, BLOCK_R: tl.conste
     """Return the row (request) of the tile with index ``tile``, and the index of the row's first tile.
 
     Tiles of TILE tokens are numbered over all rows. Row ``num_rows`` stands for the tokens after the last request.
-    BLOCK_R: number of rows that are searched at once.
+    ``starts_ptr``: `query_start_loc`. BLOCK_R: number of rows that are searched at once.
     """
     row = -1
     first_tile = 0
@@ -152,8 +152,8 @@ def conv_kernel(
 ):  # fmt: skip
     """Convolve the tokens of all prefills, and keep copies of their initial windows.
 
-    Reads x, weight, bias, conv, starts (`query_start_loc`) and read. Writes outputs to ``y_ptr``, and copies of windows
-    to ``kept_ptr``.
+    Reads arguments of `ops.causal_conv1d_varlen` (starts: `query_start_loc`). Writes outputs to ``y_ptr``, and copies
+    of windows to ``kept_ptr``.
     Grid (requests + tiles of tokens, tiles of channels): the first programs copy windows, the others compute.
     Occupancy on sm_90: at least 3 blocks per SM.
     """
@@ -197,8 +197,8 @@ def window_kernel(
 ):  # fmt: skip
     """Write the conv window (last inputs) after each chunk and each request to its slot.
 
-    Reads x, the copies of windows ``kept_ptr`` (from `conv_kernel`), and the indices. Writes ``conv_ptr`` (slots of
-    chunks) and ``window_ptr`` (`request_conv`).
+    Pointers: arguments of `ops.causal_conv1d_varlen` (starts: `query_start_loc`, window: `request_conv`), and the
+    initial windows ``kept_ptr`` (from `conv_kernel`). Writes conv (chunks) and window (requests).
     Grid (chunks + requests with own conv window, tiles of channels). Occupancy on sm_90: at least 16 blocks per SM.
     """
     unit = tl.program_id(0)

@@ -120,7 +120,8 @@ def ring_keys(ring_k_K, ring_g_D, start, count, j, real_K, real_D, k_entry, g_en
     """Load ``count`` ring entries from entry ``start`` on; return raw keys (J, K), the product of the decay factors of
     all later entries (J, D), and the product of all decay factors (D,). Keys of missing entries are zeros.
 
-    ``j``: indices of entries. ``real_K``, ``real_D``: masks of keys and decays. ``k_entry``, ``g_entry``: strides.
+    ``ring_k_K``, ``ring_g_D``: pointers to key and log decays of entry 0, masked by ``real_K`` and ``real_D``.
+    ``k_entry``, ``g_entry``: strides of entries. ``j``: indices of entries, counted from ``start``.
     """
     place_J, after_J = ((start + j) % CAPACITY).to(tl.int64), ((start + j + 1) % CAPACITY).to(tl.int64)
     k_JK = load_tile(ring_k_K, place_J * k_entry, j < count, real_K).to(tl.float32)

@@ -74,7 +74,7 @@ def pairs_kernel(
 ):  # fmt: skip
     """Compute the products of keys and queries with the keys of their tile, and the inverse of the triangular system.
 
-    Grid (chunks x tiles of tokens, heads). Reads ``q_ptr`` to ``chunk_starts_ptr``. Writes for each head and token:
+    Grid (chunks x tiles of tokens, heads). Reads arguments of `ops.delta_scan_varlen`. Writes for each head and token:
 
     * ``sum_ptr``, ``rest_ptr``: sum of the log decays of the tile's tokens up to the token, and after it, (D,) each;
     * ``inverse_ptr``, ``query_ptr``: its row (T,) of the inverse times beta, and its query's weights (T,) for keys;

@@ -34,7 +34,7 @@ def steps_kernel(
 ):  # fmt: skip
     """Compute step sizes clamp(softplus(dt + bias)) and running sums of A * step in each chunk, (heads, tokens) each.
 
-    Reads dt, A, bias and chunk_starts; writes ``step_ptr`` and ``sum_ptr``.
+    Reads arguments of `ops.ssd_scan_varlen` (bias: `dt_bias`); writes ``step_ptr`` and ``sum_ptr``.
     Grid (chunks, tiles of heads). Occupancy on sm_90: at least 7 blocks per SM.
     """
     first = tl.load(chunk_starts_ptr + tl.program_id(0))
@@ -60,7 +60,7 @@ def adds_kernel(
 ):  # fmt: skip
     """Compute the contribution of each chunk's tokens to the state, (chunks, *state shape) in float32.
 
-    Reads x, B, chunk_starts, and ``step_ptr`` and ``sum_ptr`` (from `steps_kernel`); writes ``added_ptr``.
+    Reads arguments of `ops.ssd_scan_varlen`, ``step_ptr`` and ``sum_ptr`` (from `steps_kernel`); writes ``added_ptr``.
     Grid (heads x tiles of channels, chunks). Weighted bfloat16 values are split into two parts, so that states keep
     float32 precision. Occupancy on sm_90: at least 3 blocks per SM.
     """
@@ -102,8 +102,8 @@ def passes_kernel(
 ):  # fmt: skip
     """Compute the state before each chunk, and write the state after a chunk to its slot: S <- decay S + contribution.
 
-    Reads ``state_ptr`` (slots `read`), ``added_ptr`` (from `adds_kernel`) and ``sum_ptr`` (from `steps_kernel`). Writes
-    the states before chunks to ``entering_ptr``, and the states after chunks to ``state_ptr`` (slots `chunk_write`).
+    Reads arguments of `ops.ssd_scan_varlen`, ``added_ptr`` (from `adds_kernel`) and ``sum_ptr`` (from `steps_kernel`).
+    Writes states before chunks to ``entering_ptr``, and states after chunks to ``state_ptr`` (slots `chunk_write`).
     Grid (tiles of a state, heads, requests); SIZE: elements of a head's state.
     Occupancy on sm_90: at least 25 blocks per SM.
     """
@@ -167,8 +167,8 @@ def outputs_kernel(
 ):  # fmt: skip
     """Compute the outputs of each chunk from the chunk's tokens and the state before the chunk, plus D x.
 
-    Reads x, B, C, D, indices, ``step_ptr`` and ``sum_ptr`` (from `steps_kernel`), and ``entering_ptr`` (states before
-    chunks, from `passes_kernel`); writes ``y_ptr``.
+    Reads arguments of `ops.ssd_scan_varlen` (starts: `query_start_loc`), ``step_ptr`` and ``sum_ptr`` (from
+    `steps_kernel`), and ``entering_ptr`` (states before chunks, from `passes_kernel`); writes ``y_ptr``.
     Grid (heads x tiles of queries, chunks + 1): the last programs zero the outputs of tokens after the last request.
     Occupancy on sm_90: at least 1 block per SM.
     """
