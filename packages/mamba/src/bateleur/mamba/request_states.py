@@ -61,7 +61,7 @@ class RequestStates:
 
     @property
     def values(self) -> Tensor:
-        """(3, num_rows) int64: `accepted`, `prev_col` and `base` (see `RowStates`) of every request row."""
+        """(3, num_rows) int64: accepted tokens of the last step, first column it wrote, tokens in the saved state."""
         return self._states
 
     def admit(self, rows: OnHost, computed: OnHost | int = 0) -> None:
@@ -80,9 +80,9 @@ class RequestStates:
     def scatter(
         self, rows: Tensor, accepted: Tensor, *, prev_col: Tensor | None = None, base: Tensor | None = None
     ) -> None:
-        """Store the result of `plan_copy` (accepted and prev_col) or `plan_fold` (accepted and base).
+        """Store a step's accepted tokens, and the first column it wrote (SLOTS) or tokens in the saved state (FOLD).
 
-        rows: (R,) integer request rows as in `gather`; the others: (R,) int64, ignored in padded rows.
+        rows: (R,) integer, as in `gather`. Others: (R,) int64 from `plan_copy` or `plan_fold`, ignored if the row is 0.
         """
         for i, new in enumerate((accepted, prev_col, base)):
             if new is not None:

@@ -50,6 +50,7 @@ class CacheLayout:
     of its last token. The table therefore has K columns after the last block. `plan_copy` then copies the state of a
     crossed boundary to its own column. In mode NONE the columns are 0 to K. FOLD has no additional columns.
 
+    `ring_capacity`: maximum number of inputs kept after a saved state, FOLD only.
     `steps_ahead`: steps that the scheduler plans before the results of earlier steps are known.
 
     Raises:

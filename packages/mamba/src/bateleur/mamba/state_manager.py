@@ -32,7 +32,7 @@ class StateBlockPool(Protocol):
         """Number of state slots that `allocate` can return now."""
 
     def allocate(self, count: int) -> list[int]:
-        """Return `count` free state slots, each with one reference."""
+        """Return `count` <= `num_free` state slots, each with one reference."""
 
     def hold(self, pages: Iterable[int]) -> None:
         """Add one reference to each state slot in `pages`, all of them in the prefix cache."""
@@ -92,7 +92,7 @@ class MambaStateManager:
         self._next_commit = np.zeros(num_rows, dtype=np.int64)
 
     def admit(self, row: int, num_tokens: int, page: int) -> None:
-        """Start a request in `row` from the cached state after `num_tokens` tokens in slot `page`; 0 for no hit."""
+        """Start a request in `row` from the cached state after `num_tokens` tokens, in slot `page`. No hit: both 0."""
         self._allocated_tokens[row] = self._next_commit[row] = 0
         if num_tokens:
             self.pool.hold([page])
@@ -154,7 +154,7 @@ class MambaStateManager:
     def commit(
         self, rows: Longs, before_R: Ints, after_R: Ints, prompt_lens_R: Ints, key: Callable[[int, int], bytes]
     ) -> None:
-        """After a step: add full blocks to the prefix cache, drop blocks from it, and free slots no longer read.
+        """After a step: cache full blocks, drop those that `retention` no longer keeps, free slots not read again.
 
         Args:
             rows: (R,) rows of the requests in the request table.
@@ -215,7 +215,7 @@ class MambaStateManager:
         return dropped, cached, freed
 
     def _next_change(self, computed_R: Ints, prompt_lens_R: Ints) -> Longs:
-        """Return the number of tokens (R,) from which `commit` must look at a request again; 0 inside a prompt."""
+        """Return the tokens (R,) at which `commit` next caches or frees blocks of a request; 0 inside a prompt."""
         size = self.block_size
         full_R = (computed_R // size + 1) * size
         if not self._folds:  # the first state of a block frees the slot of the block before

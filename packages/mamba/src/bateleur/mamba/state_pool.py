@@ -1,4 +1,4 @@
-"""State tensors of all recurrent layers; after a step, copies states or adds ring entries to them."""
+"""State tensors of all recurrent layers; after a step, copies states, or adds later inputs (ring entries) to them."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -14,10 +14,9 @@ from bateleur.metadata.native.lazy_zeros import lazy_zeros
 
 
 class Rings(NamedTuple):
-    """Tensors of a layer besides its saved states, state policy FOLD, indexed by request row. Row 0 is null, with
-    undefined contents.
+    """Tensors of a layer besides its saved states, state policy FOLD, by request row. Contents of row 0 are undefined.
 
-    A ring is a ring buffer of the inputs after the saved state of a request.
+    request_conv: conv windows. entries: rings, that is ring buffers of the inputs after a request's saved state.
     """
 
     request_conv: Tensor
@@ -86,10 +85,9 @@ class StatePool:
         self._place = {index: (kind, at) for kind, group in enumerate(self.groups) for at, index in enumerate(group)}
 
     def layer(self, index: int) -> tuple[Tensor, Tensor | None]:
-        """Return a layer's conv states (num_slots, taps - 1 + drafts, conv_dim), SSM states (num_slots, *state_shape).
+        """Return a layer's conv states (num_slots, W - 1 + K, conv_dim) and SSM states (num_slots, *state_shape).
 
-        For the state policy FOLD, conv states are (num_slots, taps - 1, conv_dim). A pure convolution has no SSM state
-        (None).
+        W: taps of the convolution. K: drafts for SLOTS, 0 for FOLD. A pure convolution has no SSM state (None).
         """
         kind, at = self._place[index]
         conv, state = self._pages[kind]
@@ -128,9 +126,9 @@ class StatePool:
         """Add ring entries to saved states in all layers.
 
         Args:
-            plan: result of `plan_fold`.
-            replay, request_row: result of `plan_replay`, and (R,) request rows of the step.
-            params: for each of `groups` (layers with equal recurrences) the stacked parameters, (layers, *shape) each.
+            plan: entries to add, from `plan_fold`. replay: saved states and rings before the step, from `plan_replay`.
+            request_row: (R,) request rows of the step.
+            params: for each of `self.groups` (layers with equal recurrences), stacked parameters (layers, *shape).
         """
         at = FoldBatch(request_row, replay.ring_start, plan.count, replay.slot, plan.dst, plan.page_offset)
         stacks = zip(self._kinds, params, self._pages, self._rings, strict=True)

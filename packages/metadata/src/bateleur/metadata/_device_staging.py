@@ -18,7 +18,7 @@ from bateleur.metadata.step_inputs import KVCacheGroup, StepRows
 
 
 class _Call(NamedTuple):
-    """Device work ``function(*tensors, *arrays, *sizes)``. ``uploaded``: indices of the arrays in the upload."""
+    """Device work ``function(*tensors, *arrays, *sizes)``. ``uploaded``: indices of ``arrays`` in the step's upload."""
 
     function: Callable[..., None]
     tensors: Sequence[Tensor]
@@ -45,7 +45,8 @@ class DeviceStaging:
         seq_len_fill: int,
     ) -> None:
         """tensors: full-size arrays of each field by its name, one per KV-cache group if the field is per group.
-        tables: block tables of all requests; empty if steps upload them.
+        tables: block tables of all requests; empty if steps upload them. queue: runs the device work.
+        seq_len_fill: ``seq_lens`` of padded rows.
         """
         self._tensors, self._groups, self._queue = tensors, groups, queue
         self._request_tables, self._tables = tables, tensors["block_tables"]

@@ -100,7 +100,7 @@ class Fetch:
         self._done.record(torch.cuda.current_stream(tensors[0].device))
 
     def wait(self) -> list[npt.NDArray[Any]]:
-        """Return the contents in the order given."""
+        """Return the contents of the tensors, in the order of the constructor's argument."""
         if self._done is not None:
             self._done.synchronize()
         return [tensor.numpy() for tensor in self._on_host]

@@ -65,7 +65,7 @@ def _expect(name: str, array: Any, shape: tuple[int, ...], dtype: type[np.generi
 
 
 def step_lengths(rows: StepRows, shape: BatchShape, max_model_len: int) -> StepLengths:
-    """Check the lengths of a step and return them. Raises ValueError if one breaks a limit."""
+    """Return a step's lengths. Raises ValueError if too low, above ``max_model_len`` or in conflict with ``shape``."""
     query_lens, computed = rows.query_lens, rows.num_computed_tokens
     starts = np.zeros(shape.num_reqs + 1, np.int32)
     query_lens.cumsum(out=starts[1:])
@@ -125,7 +125,7 @@ def used_table(table: I32Array, group: KVCacheGroup, lengths: StepLengths) -> I3
 
 
 def dummy_rows(shape: BatchShape, groups: Sequence[KVCacheGroup], context_len: int, is_prefilling: bool) -> StepRows:
-    """Return dummy rows of ``shape``, without requests: see :meth:`InputBuffers.dummy`."""
+    """Return rows of ``shape`` with null blocks and ``context_len`` computed tokens; prompts if ``is_prefilling``."""
     num_reqs = shape.num_reqs
     query_lens = np.full(num_reqs, shape.num_tokens // max(num_reqs, 1), np.int32)
     if num_reqs:

@@ -22,7 +22,7 @@ class BlockTable:
     """
 
     def __init__(self, ids: I32Array) -> None:
-        """Wrap ``ids``. All contents count as not staged. Raises ValueError for another layout or dtype."""
+        """Wrap ``ids``; no entry counts as staged. Raises ValueError if ``ids`` is not a contiguous int32 matrix."""
         if ids.ndim != 2 or ids.dtype != np.int32 or not ids.flags.c_contiguous:
             raise ValueError(
                 f"ids: has shape {ids.shape} and dtype {ids.dtype}, must be contiguous, (rows, max_blocks) int32"

@@ -78,8 +78,8 @@ class InputBuffers:
     def stage(self, rows: StepRows, shape: BatchShape, *, max_seq_len: int | None = None) -> CommonAttentionMetadata:
         """Stage one step. Returns its metadata, valid until the next call.
 
-        ``max_seq_len`` replaces the batch's upper bound of ``seq_lens``; a graph capture passes ``max_model_len``. If
-        an argument breaks a rule, ValueError is raised and nothing is written.
+        ``max_seq_len`` replaces the batch's upper bound of ``seq_lens``; a graph capture passes ``max_model_len``.
+        Raises ValueError, and writes nothing, if sizes, dtypes, lengths or blocks do not fit the buffers or each other.
         """
         return self._stage(rows, shape, max_seq_len, real=True)
 
@@ -110,7 +110,7 @@ class InputBuffers:
         self.generation += 1
 
     def forget(self) -> None:
-        """Treat every entry as unknown, for example after an interrupted staging. The next staging writes all."""
+        """Treat all contents as unknown, as after an interrupted staging. The next staging writes all buffers."""
         self._device.forget()
 
     def addresses(self) -> dict[str, int]:

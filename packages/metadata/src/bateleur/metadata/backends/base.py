@@ -246,7 +246,7 @@ class AttentionBackend:
         return self.attend_cache(q, kv, meta, AttentionOptions(scale, sliding_window, work, sinks, kv_scales))
 
     def check(self, kv: KVCache, meta: PagedAttentionMetadata) -> None:
-        """Raise ValueError for unsupported arguments, before anything is stored."""
+        """Raise ValueError for an unsupported cache or metadata. ``attend`` calls this before it stores anything."""
 
     def attend_cache(self, q: Tensor, kv: KVCache, meta: PagedAttentionMetadata, options: AttentionOptions) -> Tensor:
         """Return attention (T, Hq, D) over the cache for queries (T, Hq, D); 0 for padded tokens."""

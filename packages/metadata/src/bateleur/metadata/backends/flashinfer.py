@@ -73,9 +73,9 @@ class FlashInferMetadata(PagedAttentionMetadata):
 
 
 class PlanConfig(NamedTuple):
-    """Properties that attention layers must have in common to share one plan per batch. ``decode``: for
-    decodes, not prefills. ``sizes``: query heads, key heads, head dimension and block size. ``shape``: None for the
-    wrapper of eager batches.
+    """Properties that attention layers must have in common to share one plan per batch. ``decode``: for decodes, not
+    prefills. ``group``: index of the KV-cache group. ``sizes``: query heads, key heads, head dimension and block size.
+    ``shape``: None for the wrapper of eager batches.
     """
 
     decode: bool
@@ -286,10 +286,7 @@ class FlashInferBackend(AttentionBackend):
         return FlashInferBuilder(self._plans)
 
     def missing_requirement(self, config: LayerConfig) -> str | None:
-        """Return a reason if FlashInfer is not installed or does not have the head dimension, else None.
-
-        Called by ``unsupported_reason``.
-        """
+        """Return a reason if FlashInfer is not installed or has no kernel for the head dimension, else None."""
         if find_spec("flashinfer") is None:
             return "flashinfer is not installed; bateleur-metadata[flashinfer] installs it"
         if config.head_dim not in _HEAD_DIMS:

@@ -81,8 +81,8 @@ class TritonBackend(AttentionBackend):
         return ops.attention_work(kv[0], meta.seq_lens, meta.query_start_loc, *bounds, dtype)
 
     def missing_requirement(self, config: LayerConfig) -> str | None:
-        """Return a reason if the head dimension is above 256, Triton is not installed, or the GPU cannot have an FP8
-        cache that ``config`` has; else None. Called by ``unsupported_reason``.
+        """Return a reason if the head dimension is above 256, Triton is not installed, or ``config`` has an FP8 cache
+        and the device is not a GPU that supports FP8; else None. Called by ``unsupported_reason``.
         """
         if config.head_dim > _MAX_HEAD_DIM:
             return f"head_dim {config.head_dim} is above {_MAX_HEAD_DIM}"

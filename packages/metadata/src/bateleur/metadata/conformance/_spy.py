@@ -57,9 +57,9 @@ def device_tensors(batch: CommonAttentionMetadata) -> list[Tensor]:
 
 
 class NoSync(TorchDispatchMode):
-    """Context that reports every operation that would make the host wait for a device value.
+    """Context that calls ``note`` with the name of each operation that would make the host wait for a device value.
 
-    Device values are the given tensors and all tensors computed from them. The detection works on a CPU too.
+    Device values are ``tensors`` and all tensors computed from them. The detection works on a CPU too.
     """
 
     def __init__(self, tensors: Iterable[Tensor], note: Note) -> None:
@@ -108,7 +108,7 @@ class NoSync(TorchDispatchMode):
 
 
 class _HostReads(TorchFunctionMode):
-    """Reports reads of device values by methods that call no operator, like ``tolist`` on a CPU."""
+    """Calls ``watch.note`` for reads of device values by methods that call no operator, like ``tolist`` on a CPU."""
 
     def __init__(self, watch: NoSync) -> None:
         super().__init__()

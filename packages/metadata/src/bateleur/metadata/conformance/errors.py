@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Violation:
-    """One violation: the letter of its class (or the name of a component), and a sentence that describes it."""
+    """One violation: its letter (of a recurrence: the name of the failed check), and a sentence that describes it."""
 
     letter: str
     text: str

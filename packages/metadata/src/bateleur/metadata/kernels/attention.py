@@ -69,8 +69,8 @@ def attend_keys(
     GROUP: tl.constexpr, BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, WINDOW: tl.constexpr,
     BLOCK_N: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Update ``state`` with the keys ``first`` to ``last - 1``. Without ``MASKED``, both are multiples of N and every
-    query sees every key.
+    """Update the softmax state (see `empty_state`) with keys ``first`` to ``last - 1``. Without ``MASKED``, both are
+    multiples of N and every query sees every key.
 
     The tile starts ``begin_m`` lines after its request's first query, whose position is ``origin``. ``cache`` has
     pointers to keys and values of one key head and to the request's block table. ``strides`` are those of block and
@@ -172,11 +172,11 @@ def attention_kernel(
 
     Occupancy on sm_90: at least 1 block per SM.
 
-    If a tile has one split, the program writes the output (T, Hq, D) to ``out_ptr``. Otherwise it writes a normalised
-    partial output (M, D) to ``part_ptr`` and the base-2 logarithm of the sum of weights (M,) to ``lse_ptr``, both in
-    float32. Padding items zero the padded tokens. All other pointers are only read.
-    SCALED: the cache's scales (2, key heads) multiply the scores and the output. first_item, first_line: see `Launch`.
-    q_token to table_row: strides.
+    Reads queries, caches, block table, work list and scores of sinks (keys without a value). If a tile has one split,
+    writes the output (T, Hq, D) to ``out_ptr``. Otherwise writes a normalised partial output (M, D) to ``part_ptr`` and
+    log2 of the sum of weights (M,) to ``lse_ptr``, both in float32. Padding items zero the padded tokens.
+    scale: softmax scale times log2(e). SCALED: ``kv_scales_ptr`` (2, key heads) scales scores and output.
+    num_tokens: tokens with padding. first_item, first_line: see `Launch`. q_token to table_row: strides.
     """
     head, num_kv_heads = tl.program_id(1), tl.num_programs(1)
     num_heads = num_kv_heads * GROUP
@@ -237,8 +237,8 @@ def join_kernel(
     """Compute the output of a tile's lines from the partial outputs of its splits, always in the order of the splits.
 
     Grid (joins, groups of L lines of a tile, key heads). Occupancy on sm_90: at least 3 blocks per SM.
-    Reads ``part_ptr``, ``lse_ptr``, ``work_ptr`` and, with SINKS, ``sinks_ptr``; writes ``out_ptr``.
-    first_join: index of the first join in the work list.
+    Reads partial outputs, log2 of their sums of weights (``lse_ptr``), the work list and, with SINKS, scores of keys
+    without a value. Writes ``out_ptr`` (T, Hq, D). first_join: index of the first join in the work list.
     """
     head, num_kv_heads = tl.program_id(2), tl.num_programs(2)
     join_ptr = work_ptr + (first_join + tl.program_id(0)) * 8

@@ -75,7 +75,7 @@ def gather_block_tables_kernel(
 ):
     """Copy block-table rows from the table of all requests to that of the batch. Grid (batch rows, tiles of columns).
 
-    Occupancy on sm_90: at least 16 blocks per SM. Arguments as in `_device_fields.gather_block_tables`.
+    Occupancy on sm_90: at least 16 blocks per SM. As `_device_fields.gather_block_tables`; table_row: table width.
     """
     place = tl.program_id(0).to(tl.int64)
     source = tl.load(source_ptr + place)
@@ -95,7 +95,7 @@ def write_block_ids_kernel(
     batch_ptr, request_tables_ptr, rows_ptr, cells_ptr, new_ptr, table_row, num_cells, BLOCK: tl.constexpr
 ):
     """Write new block ids to the block tables of the batch and of all requests. Grid (tiles of written cells).
-    Occupancy on sm_90: at least 16 blocks per SM. Arguments as in `_device_fields.write_cells`; ``new_ptr``: the ids.
+    Occupancy on sm_90: at least 16 blocks per SM. As `_device_fields.write_cells`; ``new_ptr``: ids; table_row: width.
     """
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     real_C = index < num_cells

@@ -40,9 +40,9 @@ def _rows(row_J, there_J, lengths, kind):
     """Return first token, tokens, keys, first visible key and tiles of each row, for one launch of attention.
 
     A batch may take two launches: one for short rows, one for long rows. Rows of the other launch get 0 tiles.
-    there_J: whether the row exists. lengths: pointers to ``seq_lens`` and ``query_start_loc``. kind: (least, most,
-    group, window, M, N) of the launch: fewest and most tokens of its rows (most 0: no limit), query heads of a key
-    head, sliding window in keys (0: none), lines of a tile, and keys of a loop iteration.
+    row_J, there_J: row indices, and whether they exist. lengths: pointers to ``seq_lens`` and ``query_start_loc``.
+    kind: (least, most, group, window, M, N) of the launch: fewest and most tokens of its rows (most 0: no limit), query
+    heads of a key head, sliding window in keys (0: none), lines of a tile, and keys of a loop iteration.
     """
     seq_lens_ptr, starts_ptr = lengths
     least, most, group, window, block_m, _ = kind
@@ -101,9 +101,9 @@ def _count_items(ends_ptr, num_rows, lengths, kind, splits, min_keys, BLOCK: tl.
 
 @triton.jit
 def _row_of(ends_ptr, index_I, real_I, num_rows, search):
-    """Return the row of each item, counted from the last one, and the number of items before the row.
+    """Return the row of each item, 0 for the last row of the batch, and the number of items of rows after this row.
 
-    A binary search in ``ends_ptr``, the result of `_count_items`, takes ``search`` steps. real_I: mask of the items.
+    A binary search in ``ends_ptr``, from `_count_items`, takes ``search`` steps. index_I, real_I: items and mask.
     """
     low_I, high_I = tl.zeros_like(index_I), tl.zeros_like(index_I) + num_rows
     for _ in range(search):
@@ -120,10 +120,10 @@ def _write_items(
     items_ptr, joins_ptr, ends_ptr, num_rows, num_items, search, lengths, kind, size, total, last, first_line,
     num_kv_heads, splits, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write all items of a launch with their padding, and the joins of split tiles. Returns the number of joins.
+    """Write a launch's ``num_items`` items, with padding, and the joins of split tiles. Returns the number of joins.
 
-    lengths, kind: see `_rows`. size, total: results of `_count_items`.
-    last: token from which padding items write zeros. first_line: see `Launch`.
+    lengths, kind: see `_rows`. ends_ptr, size, total: results of `_count_items`. search: see `_row_of`.
+    last: token from which padding items zero the output. first_line: see `Launch`.
     """
     _, _, group, _, block_m, block_n = kind
     parts, joins = 0, 0
@@ -173,13 +173,13 @@ def work_kernel(
     least_1, most_1, block_m_1, min_keys_1, items_1,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Compute the work list of attention for each launch: its items and joins, with padding. Grid
-    (launches of attention).
+    """Compute the work list: items and joins of each launch of attention, with padding. Grid (launches of attention).
 
     Occupancy on sm_90: at least 9 blocks per SM.
 
-    Reads ``seq_lens_ptr`` and ``starts_ptr`` (query_start_loc), writes ``work_ptr``.
-    ``ends_ptr`` is scratch memory (launches, num_rows). The other numbers are ``WorkShape.work_sizes``.
+    Reads ``seq_lens_ptr`` and ``starts_ptr`` (query_start_loc), writes ``work_ptr``. ``ends_ptr``: scratch memory
+    (launches, num_rows). group to splits: see `WorkShape`. search: steps of a binary search for a row. joins_at: index
+    of the first join. least_0 to items_0: fields of the first `Launch`, least_1 to items_1: of the second.
     """
     which = tl.program_id(0)
     least, most = tl.where(which == 0, least_0, least_1), tl.where(which == 0, most_0, most_1)

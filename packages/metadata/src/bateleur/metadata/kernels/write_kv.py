@@ -148,7 +148,8 @@ def write_kernel(
     Occupancy on sm_90: at least 10 blocks per SM.
 
     NORM: 0 none, 1 over each head, 2 over all heads of a token (then one program handles all tiles). SCALED: keys and
-    values are divided by the scales (2, KV_HEADS). q_token to kv_head: strides.
+    values are divided by the scales (2, KV_HEADS). q_token to kv_head: strides (rotary_token: of ``cos`` and ``sin``).
+    BLOCK_H: heads of a tile. BLOCK_HALF, BLOCK_D: ROTARY_DIM / 2 and HEAD_DIM, padded to powers of two.
     """
     token, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
     REST: tl.constexpr = ROTARY_DIM < HEAD_DIM

@@ -165,7 +165,7 @@ def _processor() -> str:
 
 @cache
 def _folder() -> Path:
-    """Return the folder of compiled kernels, a temporary one if it is not writable or another user's."""
+    """Return `~/.cache/bateleur`, or a temporary folder if that folder is not writable or another user's."""
     try:
         folder = Path("~/.cache/bateleur").expanduser()
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)

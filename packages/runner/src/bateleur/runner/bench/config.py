@@ -103,8 +103,8 @@ class ThroughputConfig(OfflineConfig):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeBenchConfig(Checked):
     """Measure a server under Poisson arrivals: time to first token, time per output token, output tokens per second.
-    It is the server at `base_url`, or bateleur's, started with the arguments `ours`. If `vllm` is given, vLLM's server
-    is started with the arguments `theirs` and measured, too.
+    The server is the one at `base_url`, or bateleur's, started with the arguments `ours`. If `vllm` is given, vLLM's
+    server is started with the arguments `theirs` and measured, too.
     """
 
     base_url: str | None = option(None, maybe(_url))

@@ -50,9 +50,9 @@ class BenchTarget:
 
 
 class OfflineBench:
-    """Runs tasks on bateleur and on the engines to compare with, and computes the bandwidth bound of a decode step.
+    """Runs tasks on bateleur and other engines. Computes the bandwidth bound, the time to read a decode step's bytes.
 
-    max_model_len, max_num_seqs: defaults of these engine options. Raises ValueError as `LLM` does.
+    max_model_len, max_num_seqs: used if `target` has no such options. Raises ValueError as `LLM` does.
     """
 
     def __init__(self, target: BenchTarget, max_model_len: int, max_num_seqs: int) -> None:
@@ -112,9 +112,9 @@ class OfflineBench:
             return runs, {engine.name: engine.facts.get("version") for engine in engines}
 
     def step_bound(self, batch: int, context: int) -> dict[str, float]:
-        """Return bytes and flops of a decode step without drafts, and the time to move its bytes at memory bandwidth.
+        """Return `bytes` and `flops` of a decode step without drafts, and `bound_us`, the time to move the bytes.
 
-        context: cached tokens per request. The bandwidth is the best one that `measure` found.
+        context: cached tokens per request. The bandwidth (`read_GB_per_s`) is the best one that `measure` found.
         """
         spec, longest, dtype = self.checkpoint.spec, max(context + 1, 64), self.kv_cache_dtype
         model, _ = describe_model(self.checkpoint, self.dtype, "meta")

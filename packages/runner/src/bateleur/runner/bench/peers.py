@@ -185,7 +185,7 @@ class Task:
     tokens: list[int]
 
     def first_token_only(self) -> Self:
-        """The same prompts with one output token each."""
+        """Return a task with the same prompts and one output token each."""
         return type(self)(self.prompts, [1] * len(self.prompts))
 
 

@@ -30,7 +30,7 @@ def _torch(settings: dict[str, Any]) -> Any:
 def bateleur(settings: dict[str, Any]) -> tuple[Generate, dict[str, Any]]:
     """Load bateleur's `LLM`. Returns the function that generates, and a dict with torch's version and the dtype.
 
-    settings, as made by `OfflineBench`: `model`, `options` of `LLM`, `dtype`, `device`, `num_threads` and limits.
+    settings: `model`, `options` of `LLM`, `dtype`, `device`, `num_threads`, `max_model_len`, `max_num_seqs`.
     """
     from bateleur.runner import LLM, SamplingParams
 
@@ -118,7 +118,7 @@ def llama_cpp(settings: dict[str, Any]) -> tuple[Generate, dict[str, Any]]:
 
 
 def read(settings: dict[str, Any]) -> tuple[Generate, dict[str, Any]]:
-    """Return a function that measures memory bandwidth, with the arguments of the functions that generate.
+    """Return a function (prompts, tokens) that measures memory bandwidth instead of generating, and an empty dict.
 
     It sums a buffer of `settings["read_bytes"]` bytes `tokens[0]` times and ignores the prompts. In place of token ids
     it returns [[number of bytes read]].

@@ -86,8 +86,8 @@ class CacheCosts:
 
     @classmethod
     def of(cls, spec: ModelSpec, dtype: torch.dtype, max_model_len: int, options: CacheOptions) -> Self:
-        """Compute the bytes for a model. Raises ValueError if cache mode and `share_prefixes` contradict each other.
-        Also raises as `StateOptions.layout`.
+        """Compute the bytes for a model. Raises ValueError if it has recurrent layers, and their block size does not
+        fit, or prefix caching is on in cache mode NONE or off in another mode.
         """
         states, share = options.states, options.share_prefixes
         heads = sum(each.num_kv_heads * each.head_dim for each in spec.attention)

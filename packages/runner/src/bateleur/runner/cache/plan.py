@@ -5,11 +5,11 @@ with prefix caching, more are kept for requests with the same prefix. A page cos
 thousands of tokens, so memory is assigned in this order:
 
 1. states, ring buffers of recent inputs, and draft memory of all running requests;
-2. keys and values of the longest request, or as many of these as fit without prefix caching. If prefix caching leaves
-too little for them, fewer requests run at once; if not even one fits, prefix caching is off. So a request that fits
-without prefix caching also fits with it, unless `max_model_len` has to be lowered anyway: then these keys and values
-get only half of the memory. If the user did not choose the number of requests, it is first halved until step 1 leaves
-enough for the longest request; half of the memory is enough unless the user chose `max_model_len`;
+2. keys and values of the longest request, or as many of its tokens as fit without prefix caching. If prefix caching
+leaves too little memory for them, fewer requests run at once; if not even one fits, prefix caching is off. So a
+request that fits without prefix caching also fits with it. Only if `max_model_len` has to be lowered in any case, keys
+and values of the longest request get just half of the memory. If the user did not choose the number of requests, it is
+first halved until point 1 leaves enough for the longest request. Half is enough unless the user chose `max_model_len`;
 3. keys and values of a working set, WORKING_TOKENS for each other running request, unless pages are cheap (smaller
 than the keys and values of the tokens from one state to the next);
 4. the rest: equal bytes for keys and values and for cached pages; if pages are cheap, a page for each stretch of
@@ -166,8 +166,8 @@ def plan_caches(
 
 
 def _shortened(plan: CachePlan, limits: EngineLimits, numbers: str, *, chosen: bool) -> CachePlan:
-    """Return the plan with `max_model_len` lowered to what its KV blocks hold, and warn with the text `numbers`.
-    Raises ValueError instead if the user has `chosen` the length, or if the blocks hold too few tokens for a step.
+    """Return the plan with `max_model_len` lowered to what its KV blocks hold, and warn. Raises ValueError instead if
+    the user has `chosen` the length, or the blocks are too few for a step. numbers: tokens and bytes, for both texts.
     """
     fits, wanted, least = plan.num_tokens, limits.max_model_len, limits.max_query_len + 1
     if chosen or fits < least:
@@ -186,8 +186,8 @@ def _shortened(plan: CachePlan, limits: EngineLimits, numbers: str, *, chosen: b
 
 
 def _losses(plan: CachePlan, num_reqs: int, share: bool, rows_chosen: bool) -> list[str]:
-    """Return what a plan lacks, as texts, compared with `num_reqs` requests and (if `share`) prefix caching.
-    rows_chosen: see `plan_caches`.
+    """Return texts that say what the plan lacks: some of the `num_reqs` requests, and prefix caching if `share`.
+    rows_chosen: whether the user chose `num_reqs`.
     """
     lost, rows = [], plan.max_num_seqs
     holds = "with prefix caching, and with the keys and values of the longest request, it holds"

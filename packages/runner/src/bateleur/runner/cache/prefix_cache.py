@@ -86,8 +86,8 @@ class PrefixCache:
         return hit
 
     def fetch(self, request: Request) -> bool:
-        """Start to load a waiting request's prefix from disk, if useful; return whether it must wait until the tiers
-        report it as `arrived`.
+        """If disk files have a waiting request's prefix, start to read them, once, and return True: the request must
+        wait until `offload_tiers.arrived` returns it. Else return False.
         """
         if self.offload_tiers is None or request.prefix.fetched or request.lacks_prompt_logprobs:
             return False

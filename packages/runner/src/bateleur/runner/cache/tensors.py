@@ -47,7 +47,7 @@ class Caches:
                 self.pages = MambaStateManager(free, plan.max_num_seqs, plan.layout, plan.costs.retention)
 
     def named(self) -> dict[str, Tensor]:
-        """Return all tensors by name, such as `kv.0.1` (values of attention layer 0) and `rings.2.request_conv`."""
+        """Return tensors by name. `kv.0.1`: values of attention layer 0. `rings.2.request_conv`: recurrent layer 2."""
         found: dict[str, Tensor | None] = {}
         for kind, layers in (("kv", self.kv), ("states", self.states)):
             found |= {f"{kind}.{i}.{j}": each for i, pair in enumerate(layers) for j, each in enumerate(pair)}

@@ -81,7 +81,7 @@ def _delta_names(
 def _separate_convolutions(layer: DeltaLayer) -> Names:
     """Return the tensor names of a convolution that some files store as one tensor and others as three.
 
-    The one is `conv1d.weight`. Its `WeightPart.instead` has the three: those of q, k and v (`q_conv1d.weight` etc.).
+    Its name is `conv1d.weight`; `WeightPart.instead` names the tensors of q, k and v (`q_conv1d.weight` etc.).
     """
     rows = dict(zip(("q_conv1d", "k_conv1d", "v_conv1d"), _channels(layer), strict=True))
     apart = {name: replace(part, form=StorageForm.CONV) for name, part in stacked("conv", rows).items()}
@@ -134,9 +134,9 @@ def _qwen_names(spec: ModelSpec, sources: Mapping[str, str], *, packed: bool = F
 
 
 def _mtp_layers(fields: ConfigFields, spec: ModelSpec) -> tuple[tuple[Layer, ...], int]:
-    """Return the branches of the MTP head's only layer, and their number.
+    """Return the branches (attention, then MLP or experts) of the MTP head's only layer, and the number of branches.
 
-    They equal the branches of the target's last attention layer.
+    They equal the branches of the target's last attention layer. Raises ValueError for another kind of MTP head.
     """
     count, dedicated = fields.raw("mtp_num_hidden_layers"), fields.raw("mtp_use_dedicated_embeddings")
     if count not in (None, 1):
