@@ -165,6 +165,7 @@ class EngineThread(Thread):
     def add(self, requests: list[RequestGroup], reader: OutputReader) -> Future[None]:
         """Run these requests and report to this reader. No other request may have their ids.
         The future ends when the requests are queued, or with the ValueError of a LoRA adapter that can't be loaded.
+        If the engine has ended, the future ends without error, and `OutputReader.read` raises EngineDead.
         """
         names, queued = tuple(reader.unfinished), Future[None]()
 

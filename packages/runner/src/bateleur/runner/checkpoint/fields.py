@@ -40,8 +40,8 @@ class ConfigFields:
     """A configuration of transformers, read field by field. Methods raise ValueError naming field, value and rule."""
 
     def __init__(self, config: Any, written: Mapping[str, Any] | None = None) -> None:
-        """config: has the fields as attributes. written: contents of `config.json`; errors name a field as it does, if
-        transformers has another name for it. None: errors use the names of the attributes.
+        """config: object with the fields as attributes. written: contents of config.json. If they name a field
+        differently, errors use the name in `written`.
         """
         self.config = config
         self._written = written or {}
@@ -110,7 +110,7 @@ class ConfigFields:
         limits: tuple[float, float] | None = None,
         dtype: torch.dtype = torch.float32,
     ) -> MambaLayer:
-        """Build a Mamba-2 layer. names: name of the config field for each size.
+        """Build a Mamba-2 layer. names: the config field for each key of `MAMBA_FIELDS`, such as `num_heads`.
 
         limits: bounds of dt after softplus; None: `time_step_limit`. dtype: dtype of the recurrent states.
         """
@@ -137,7 +137,7 @@ class ConfigFields:
         }
 
     def layers(self, listed: str, readers: Mapping[str, Callable[[], L]]) -> tuple[L, ...]:
-        """Return a branch for each entry of the field `listed`, made by the function of `readers` for this entry."""
+        """Return a layer for each kind (such as "full_attention") in the field `listed`, made by `readers[kind]`."""
         kinds = self.raw(listed) or ()
         for i, kind in enumerate(kinds):
             if kind not in readers:
@@ -181,9 +181,9 @@ class ConfigFields:
         return ExpertsLayer(**sizes, router=router, **more)
 
     def sparse_layers(self, count: int, mlp: MlpLayer, experts: ExpertsLayer) -> tuple[Layer, ...]:
-        """Return `count` branches: `experts` in every `decoder_sparse_step`-th layer, `mlp` in the others.
+        """Return `experts` or `mlp` for each of `count` decoder layers.
 
-        Layers in `mlp_only_layers` have `mlp` in any case.
+        Every `decoder_sparse_step`-th layer has experts, except those listed in `mlp_only_layers`.
         """
         dense, step = self["mlp_only_layers"], self["decoder_sparse_step"]
         if bad := [i for i in dense if i >= count]:
@@ -220,10 +220,10 @@ class ConfigFields:
     ) -> ModelSpec:
         """Return the model of these layers, with the fields that all families share. Its `architecture` is empty.
 
-        following: second branch, of all layers or by layer; None if a layer is one branch. norm_eps: name of the field
-        with the epsilon of norms.
-        lengths: default and largest maximum length of a request, if no field has them. more: further arguments of
-        `ModelSpec`.
+        blocks: first residual branch of each decoder layer, such as attention. following: the second one, such as an
+        MLP: one for all layers, or one for each; None: layers have one branch. norm_eps: name of the field with the
+        epsilon of norms. lengths: default and largest maximum length of a request, if no field has them. more: further
+        arguments of `ModelSpec`.
         """
         longest, scaled = lengths or self._lengths()
         rows = [blocks]

@@ -25,7 +25,7 @@ class StorageForm(Enum):
     """w - 1, for a weight w of a norm."""
 
     def read(self, tensor: Tensor) -> Tensor:
-        """Return the weight for a stored tensor. Computed weights are float32, to be rounded once."""
+        """Return the weight for a stored tensor; float32 for A_LOG and LESS_ONE, so that it is rounded only once."""
         if self is StorageForm.A_LOG:
             return -torch.exp(tensor.float())
         return 1.0 + tensor.float() if self is StorageForm.LESS_ONE else tensor
@@ -33,13 +33,14 @@ class StorageForm(Enum):
 
 @dataclass(frozen=True, slots=True)
 class WeightPart:
-    """A part of a weight that one tensor fills: rows [start, start + rows) of weight `target`; `rows` None: all.
+    """A part of a weight that one stored tensor fills: rows [start, start + rows) of weight `target`; `rows` None: all.
 
-    The other fields say how the stored tensor becomes this part. pieces: ranges [first, end) of rows in a group, if
-    files store rows group by group, such as by head; the weight has the first range of every group, then the second one
-    of every group. axis: axis of these rows; 1 if axis 0 counts experts. factors: (rows, factor) multiply consecutive
-    rows. transposed: the last two axes are swapped in the file. stored: shape in the file. expert: index of the only
-    expert that the tensor fills. instead: the parts by tensor name in files of another layout, which lack this tensor.
+    pieces: () if the file has the rows in the weight's order. Otherwise it has equal groups of rows, such as heads, and
+    `pieces` are ranges [first, end) within a group: the weight has the first range of all groups, then the second one.
+    axis: axis of the rows in `pieces`, 1 if axis 0 counts experts. factors: (rows, factor) for consecutive rows; rows
+    None: all remaining. stored: shape in the file, if it differs but has as many entries. transposed: whether the last
+    two axes are swapped in the file. expert: index of the only expert that the tensor fills; None: all. instead: parts
+    of the same weight by tensor name, for files that have these tensors in place of this one.
     """
 
     target: str
@@ -47,19 +48,12 @@ class WeightPart:
     rows: int | None = None
     form: StorageForm = StorageForm.PLAIN
     pieces: tuple[tuple[int, int], ...] = ()
-    """Ranges [first, end) of rows in a group, in the order of the weight; () if the file has the same order."""
     factors: tuple[tuple[int | None, float], ...] = ()
-    """(rows, factor): factors of consecutive rows; None means all remaining rows."""
     stored: tuple[int, ...] | None = None
-    """Shape in the file, if it differs but has as many entries."""
     axis: int = 0
-    """Axis of the rows in `pieces`: 1 in a weight with one matrix or vector for each expert."""
     transposed: bool = False
-    """Whether the last two axes are swapped in the file."""
     expert: int | None = None
-    """Index of the expert whose matrix this is; None means all experts."""
     instead: Mapping[str, "WeightPart"] = field(default_factory=dict)
-    """Parts that fill the same weight in files of another layout, by tensor name."""
 
     def row_order(self, count: int) -> Tensor | None:
         """Return (count,) int64, the row in the file for each row of the weight; None if the order is equal."""
@@ -109,16 +103,18 @@ Names = dict[str, WeightPart]
 
 
 class Called(NamedTuple):
-    """Names of a branch in files, and of the norm before it. names: returns its weight names; None: the usual ones."""
+    """Prefix of a module (attention, MLP, ...) in tensor names, and name of the norm before this module.
+
+    names: returns tensor names for a layer spec, without the prefix `branch`; None: those of most families.
+    """
 
     branch: str
     norm: str
     names: Callable[[Any], Names] | None = None
-    """For a layer; without the name of the branch."""
 
 
 def stacked(target: str, sources: Mapping[str, int | None], ending: str = "weight") -> Names:
-    """Return the names of tensors that are stacked by rows to `target`. sources: number of rows by name; None: all."""
+    """Return the tensors `{source}.{ending}` that are stacked by rows to `target`. sources: rows by name; None: all."""
     names, start = {}, 0
     for source, rows in sources.items():
         names[f"{source}.{ending}"] = WeightPart(target, start, rows)
@@ -133,12 +129,12 @@ def projection(target: str, sources: Mapping[str, int | None], bias: bool = Fals
 
 
 def whole(**sources: str) -> Callable[[Any], Names]:
-    """Return a function that names weights without biases: `up="x"` means that tensor `x.weight` is `up_proj`."""
+    """Return a function that names weights of any layer, but no biases: `up="x"` means that `x.weight` is `up_proj`."""
     return lambda _: {f"{source}.weight": WeightPart(f"{target}_proj") for target, source in sources.items()}
 
 
 def mlp_names(layer: MlpLayer) -> Names:
-    """Return the usual weight names of a feed-forward branch."""
+    """Return the tensor names of an MLP in most families: `gate_proj` (if gated), `up_proj` and `down_proj`."""
     ups = ("gate_proj", "up_proj") if layer.gated else ("up_proj",)
     up = projection("up", dict.fromkeys(ups, layer.intermediate_size), layer.bias)
     return up | projection("down", {"down_proj": None}, layer.bias)
@@ -173,9 +169,11 @@ def _mamba_names(layer: MambaLayer) -> Names:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertNames:
-    """Tensor names of a layer's experts, without the prefix `branch`.
+    """Tensor names of a layer's experts, without the prefix `branch`. norm: name of the norm before the experts.
 
-    `other_*` are names in another layout: `{}` means one tensor for each expert, two names mean separate gate and up.
+    correction: bias that is added to router scores to choose experts. up, down: tensors (E, rows, columns) of all E
+    experts; `up` has the gate in its first rows. shared: prefix of the shared expert. `other_*`: names in files that
+    lack the name before: `{}` means one tensor for each expert, two names mean separate gate and up.
     """
 
     branch: str = "mlp"
@@ -184,12 +182,10 @@ class ExpertNames:
     other_router: tuple[str, ...] = ()
     correction: str = "gate.e_score_correction_bias"
     up: str = "experts.gate_up_proj"
-    """All experts, (E, rows, columns); the gate in the upper rows."""
     other_up: tuple[str, ...] = ("experts.{}.gate_proj.weight", "experts.{}.up_proj.weight")
     down: str = "experts.down_proj"
     other_down: tuple[str, ...] = ("experts.{}.down_proj.weight",)
     shared: str = "mlp.shared_expert"
-    """Branch of the shared expert, in the layer."""
     shared_names: Callable[[MlpLayer], Names] = mlp_names
 
     def of(self, layer: ExpertsLayer) -> Names:
@@ -242,7 +238,8 @@ def weight_names(
 ) -> Names:
     """Return the weight names of a decoder.
 
-    mlp, mixers: names of branches that differ from those of most families. stem: prefix of all names but `lm_head`.
+    mlp: names of the MLP. mixers: names of other layers by type; types that are left out have those of most families.
+    stem: prefix of all names but `lm_head`.
     """
     names: Names = {
         f"{stem}.{embedding}.weight": WeightPart("embedding"),
@@ -273,9 +270,9 @@ def _behind(branch: str, names: Names) -> Names:
 
 
 def _instead(target: str, others: tuple[str, ...], count: int = 0, rows: int = 0) -> Names:
-    """Return the parts of `target` by the names `others` of another layout. `{}` stands for each of `count` experts.
+    """Return alternative tensor names of the weight `target`: `others`, with `{}` replaced by each of `count` experts.
 
-    Several names are stacked by rows to one weight, with `rows` rows each.
+    The tensors of several names are stacked to one weight; each fills `rows` rows.
     """
     if not others or "{}" not in others[0]:
         return {other: WeightPart(target) for other in others}
@@ -288,7 +285,7 @@ def _instead(target: str, others: tuple[str, ...], count: int = 0, rows: int = 0
 
 
 def resolve_layout(names: Names, tensors: Container[str]) -> Names:
-    """Return the weight names of the layout that a file uses. tensors: tensor names of the file."""
+    """Return `names` with `WeightPart.instead` in place of names that a file lacks. tensors: names in the file."""
     resolved: Names = {}
     for name, part in names.items():
         other = name not in tensors and any(each in tensors for each in part.instead)
@@ -297,9 +294,9 @@ def resolve_layout(names: Names, tensors: Container[str]) -> Names:
 
 
 def with_prefix(tensors: Mapping[str, TensorEntry], names: Names) -> Mapping[str, TensorEntry]:
-    """Return a file's tensors under the names of a model with a head.
+    """Return a file's tensors under the names that `names` uses.
 
-    A model saved without its head lacks the first part of the names, such as `model.`; `lm_head` is unchanged.
+    A model saved without its LM head lacks the first part of the names, such as `model.`; `lm_head` is unchanged.
     """
     prefix, _, rest = embedding_name(names).partition(".")
     if f"{prefix}.{rest}" in tensors or rest not in tensors:

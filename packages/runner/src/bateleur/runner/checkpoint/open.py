@@ -43,8 +43,8 @@ class Checkpoint:
     """A checkpoint folder with a supported configuration and complete weights. Nothing is loaded yet.
 
     tied: whether the configuration ties embedding and output projection, whatever the files have. dtype: dtype of most
-    weights in the files. tensors: tensors by the names that `names` uses. unused: tensors that the model
-    does not need. overrides, dequantize: see `open_checkpoint`. other_prefixes: see `Family`.
+    weights in the files. tensors: tensors by the names that `names` uses. unused: tensors that the model does not need.
+    overrides, dequantize: see `open_checkpoint`. other_prefixes: (prefix in some files, prefix in `names` for it).
     """
 
     path: Path

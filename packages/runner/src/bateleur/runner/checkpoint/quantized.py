@@ -21,7 +21,9 @@ from bateleur.runner.utils.tensor_files import TensorEntry
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuantizedEntry(TensorEntry):
-    """One entry for the tensors of a quantised weight, with the plain weight's name and shape. `mapped` dequantises."""
+    """One entry for all tensors of a quantised weight (`module`), with the plain weight's name and shape. reader: reads
+    tensors of the checkpoint's format.
+    """
 
     quantized: ClassVar[bool] = True
     module: Module
@@ -45,7 +47,8 @@ def with_quantized(
 ) -> dict[str, TensorEntry]:
     """Return the tensors, with one entry in place of all tensors (codes, scales, ...) of each quantised module.
 
-    spellings: see `find_modules`. Raises ValueError for an unsupported format, or for tensors that do not fit together.
+    spellings: equivalent name prefixes (in other files, ours). Raises ValueError for an unsupported format, or for
+    tensors that do not fit together.
     """
     if reader is None:
         return dict(tensors)
@@ -126,10 +129,9 @@ def _scheme(part: WeightPart, entry: TensorEntry) -> Scheme | None:
 
 
 def _pieces(found: list[tuple[WeightPart, TensorEntry]], cut: Cut) -> list[tuple[int, int, Scheme | None, int | None]]:
-    """Return (first row, row after the last, scheme, number of groups) for the rows of this rank.
-
-    Adjacent rows with equal schemes are joined. found: all tensors of the projection, with the part that each fills.
-    cut: this rank's ranges by axis.
+    """Return (first row, row after the last, scheme, columns of scales) for this rank's rows; adjacent rows with equal
+    schemes are joined. Scheme None: plain. Columns of scales: None unless in act order.
+    found: all tensors of the projection, with the part that each fills. cut: this rank's ranges by axis.
     """
     every: list[tuple[int, int, Scheme | None, int | None]] = []
     for part, entry in found:
@@ -151,7 +153,7 @@ def _cut(scheme: Scheme | None, columns: Range | None) -> Scheme | None:
 
 
 def _columns(cut: Cut, axis: int) -> Range | None:
-    """Return this rank's columns of a matrix, which are adjacent; None for all."""
+    """Return the only range that this rank has on `axis` of a weight; None for the whole axis."""
     (columns,) = cut.get(axis, (None,))
     return columns
 
@@ -179,9 +181,8 @@ def _fill(
     ranges: Sequence[Range] | None,
     columns: Range | None,
 ) -> None:
-    """Copy this rank's rows and columns (None: all) of a stored matrix (N, K) to the pieces of a projection.
-
-    part: where and how the matrix fills the whole weight. ranges: this rank's rows of the whole weight.
+    """Copy this rank's rows and columns (None: all) of a stored matrix (N, K) to a projection, whose `pieces` are its
+    row ranges. part: where and how the matrix fills the whole weight. ranges: this rank's rows of the whole weight.
     """
     if isinstance(matrix, QuantizedMatrix):
         order = part.row_order(matrix.shape[0])

@@ -168,7 +168,7 @@ def _is_plain(folder: Path, fields: Mapping[str, Any]) -> bool:
 
 
 def _adds_nothing(fields: Mapping[str, Any], tokenizer: FileTokenizer) -> bool:
-    """Return whether `tokenizer.json` has all tokens of tokenizer_config.json (`fields`) with the same flags."""
+    """Return whether `tokenizer.json` has all tokens of tokenizer_config.json (`fields`), and does not pad or cut."""
     backend = tokenizer.backend_tokenizer
     if backend.truncation or backend.padding or backend.post_processor is None:
         return False

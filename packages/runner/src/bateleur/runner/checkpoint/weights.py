@@ -102,7 +102,7 @@ def fill_weights(
 
 
 def _fill(weight: Tensor, part: WeightPart, entry: TensorEntry, cut: Cut) -> None:
-    """Copy this rank's slice of one tensor into its `weight`. cut: the ranges of the whole weight by axis."""
+    """Copy this rank's slice of one tensor into its `weight`. cut: this rank's ranges of the whole weight, by axis."""
     shift, target = 0, weight
     if part.expert is not None:
         (first, end), *_ = cut.get(0, ((0, len(weight)),))

@@ -38,7 +38,7 @@ RunRequests = Callable[[RequestFile, Callable[[int], bool], int], Iterator[Resul
 def run_file(args: argparse.Namespace, native: NativeFormat, batch: OpenAIBatchFormat, run: RunRequests) -> int:
     """Run the requests that have no result yet, and sort the results. Returns exit code 1 if any failed, else 0.
 
-    native, batch: the two formats that the file may have. run: runs the requests.
+    native, batch: the two formats that the file may have. run: yields the results of requests, see `RunRequests`.
     """
     config = (args.model or shipped_model()) / "config.json"
     contents = config.read_text("utf-8", "replace") if config.is_file() else None
@@ -87,8 +87,8 @@ def run_locally(
 ) -> Iterator[Result]:
     """Run requests on an engine of this process; yields results as they end.
 
-    has, count: run only the `count` lines for which `has` (a result) is False.
-    open_llm: loads the engine; called at the first valid request. adapters: folders of LoRA adapters by name.
+    has: whether a line has a result, so that it is not run. count: number of lines to run. open_llm: loads the engine;
+    called at the first valid request. adapters: folders of LoRA adapters by name.
     """
     remaining, line_format = requests.remaining(has), requests.parser.format
     for request in remaining:

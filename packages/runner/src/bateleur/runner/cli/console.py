@@ -22,7 +22,7 @@ def print_status(text: str) -> None:
 
 @contextmanager
 def announcing_compilation() -> Iterator[None]:
-    """Print to stderr when C kernels are compiled, which happens once per machine and takes seconds."""
+    """Print to stderr if the `with` block compiles C kernels, which happens once per machine and takes seconds."""
     logger, handler = logging.getLogger("bateleur.metadata.native"), logging.StreamHandler()
     handler.setFormatter(logging.Formatter("bateleur: %(message)s"))
     level = logger.level

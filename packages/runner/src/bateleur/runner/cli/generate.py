@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Check all arguments before torch and the model are loaded; then generate."""
+    """Check all arguments before torch and the model are loaded; then generate. Returns the exit code."""
     if (args.prompt is None) == (args.prompt_file is None):
         raise ValueError("give either a prompt or --prompt-file")
     options.check_num_threads(args)
@@ -118,7 +118,7 @@ def _engine_options(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _stream(args: argparse.Namespace, params: SamplingParams, adapters: Mapping[str, str]) -> int:
-    """Print the prompt, then the output as it is generated, with the LoRA adapter in `adapters` if there is one."""
+    """Print the prompt, then the output as it is generated. adapters: none, or one to use. Returns the exit code."""
     llm = _open(args)
     adapter = adapter_of(adapters, next(iter(adapters), None))
     outputs, rate = llm.stream(args.prompt, params, lora_request=adapter), DecodeRate(llm)

@@ -210,9 +210,8 @@ RESULT_PREFIXES = (b'{"line": ', b'{"id": "batch_req_')  # the first bytes of a 
 
 
 def parse_result(raw: bytes) -> tuple[int, int | None]:
-    """Return line number and request digest (None for an error) of a result line of either format.
-
-    Raises ValueError, TypeError, KeyError or RecursionError if it is not a result.
+    """Return line number and digest of the request (None if it failed) from a result line in bateleur's or OpenAI's
+    format. Raises ValueError, TypeError, KeyError or RecursionError for any other line.
     """
     record = json.loads(raw)
     if "line" in record:

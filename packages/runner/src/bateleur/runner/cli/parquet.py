@@ -68,7 +68,7 @@ def write_parquet(lines: Path, target: Path) -> None:
 
 
 def _columns(raw: bytes) -> dict[str, Any]:
-    """Return the Parquet columns of a result line of either format."""
+    """Return the Parquet columns of a result line in bateleur's or OpenAI's format (then of its first choice)."""
     record = json.loads(raw)
     row: dict[str, Any] = {"result": raw.decode().rstrip("\n")}
     if "line" in record:

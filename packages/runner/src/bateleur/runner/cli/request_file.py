@@ -41,7 +41,7 @@ class LineParser:
     engine_digest: str
 
     def request(self, number: int, raw: bytes, first: int) -> LineRequest:
-        """Return the request of a line, with `error` if it is invalid. first: number of the first line with its id."""
+        """Return the request of a line, with `error` if invalid. first: number of the first line with the same id."""
         where = f"{self.name}, line {number}"
         valid_id: str | int | None = number if isinstance(self.format, NativeFormat) else None
         try:
@@ -79,8 +79,8 @@ class RequestFile:
     Only "\\n" ends a line. Blank lines and a byte order mark are skipped. The first valid JSON object decides the
     format of all lines. Lines that are appended after `scan` are not read.
 
-    file: path, or `-` for stdin. native, batch: its possible formats. engine: settings that results depend on, included
-    in each request's digest.
+    file: path, or `-` for stdin. native, batch: parsers of the two formats of lines. engine: settings that results
+    depend on, included in each request's digest.
     """
 
     def __init__(self, file: str, native: NativeFormat, batch: OpenAIBatchFormat, engine: Mapping[str, Any]) -> None:

@@ -17,7 +17,7 @@ from bateleur.runner.utils.options import options_of
 
 
 def run(args: argparse.Namespace) -> int:
-    """Check the arguments and bind the address before torch and the model are loaded; then serve until a signal."""
+    """Check arguments, bind the address, load torch and the model, serve until a signal; return the exit code."""
     check_vllm_flags(args)
     if args.named_model is not None:
         if args.model is not None:

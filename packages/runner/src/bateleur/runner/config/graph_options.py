@@ -14,8 +14,8 @@ from bateleur.runner.utils.arguments import member_of, refuse
 @dataclass(frozen=True, slots=True)
 class GraphOptions:
     """Options for CUDA graph capture, with defaults filled in. mode: the requested one; attention backends may support
-    less. backend: see `bateleur.cudagraph.backends`. capture_sizes: token counts; None selects `default_capture_sizes`.
-    checks: checks of each replay.
+    less. backend: capture backend, see `bateleur.cudagraph.backends`. capture_sizes: token counts; None
+    selects `default_capture_sizes`. checks: checks of each replay.
     """
 
     mode: CudaGraphMode = CudaGraphMode.NONE
@@ -25,7 +25,10 @@ class GraphOptions:
 
     @classmethod
     def of(cls, config: GraphConfig, device: torch.device) -> Self:
-        """Fill in the defaults of the user's options. Default mode: FULL_AND_PIECEWISE on CUDA, NONE on CPU."""
+        """Fill in the defaults of the user's options. Default mode: FULL_AND_PIECEWISE on CUDA, NONE on CPU.
+
+        Raises ValueError for backend "recorded" on CUDA or "cuda" on CPU.
+        """
         cuda = device.type == "cuda"
         default = CudaGraphMode.FULL_AND_PIECEWISE if cuda else CudaGraphMode.NONE
         wrong = "recorded" if cuda else "cuda"

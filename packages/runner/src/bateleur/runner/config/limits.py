@@ -56,9 +56,9 @@ class EngineLimits:
         return cls(longest, rows, min(num_tokens, rows * longest), drafts)  # a step can't have more tokens
 
     def smaller(self, *, rows: bool, tokens: bool) -> list[Self]:
-        """Return a copy with half of the requests, if `rows`, and a copy with half of the tokens, if `tokens`.
+        """Return a copy with half `max_num_seqs`, if `rows`, and one with half `max_num_batched_tokens`, if `tokens`.
 
-        Copies below `LEAST_ROWS` or `LEAST_TOKENS` are left out.
+        Copies below `LEAST_ROWS`, `LEAST_TOKENS`, or the tokens of a decode step of all requests are left out.
         """
         found, half_rows, half_tokens = [], self.max_num_seqs // 2, self.max_num_batched_tokens // 2
         if rows and half_rows >= LEAST_ROWS:

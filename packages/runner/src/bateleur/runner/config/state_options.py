@@ -62,7 +62,7 @@ class StateOptions:
     def layout(self, kv_block_size: int, max_model_len: int) -> CacheLayout:
         """Return the layout of a request's states, which are stored at ends of KV blocks of `kv_block_size` tokens.
 
-        Raises ValueError for a block size that does not fit `kv_block_size`, a step with drafts, or a request.
+        Raises ValueError unless `block_size` is a multiple of `kv_block_size` from 1 + drafts to `max_model_len` - 2.
         """
         name, drafts = "mamba_block_size", self.num_speculative_tokens
         ring = max(_RING, 2 + 2 * drafts)

@@ -119,7 +119,7 @@ def _files(checkpoint: Checkpoint, num_used: int) -> dict[str, Any]:
 
 
 def _states(costs: CacheCosts, hits: CacheCosts) -> dict[str, int]:
-    """Return sizes of recurrent states by name: bytes and pages of a running request, bytes of a page, kept states.
+    """Return sizes of recurrent states by name. A page has the state and conv window of every recurrent layer.
 
     costs: memory for the user's options. hits: the same with prefix caching on, for the number of kept states.
     """

@@ -137,9 +137,7 @@ class Explanation:
 
 
 def conclude(facts: Explanation, problems: list[str]) -> Explanation:
-    """Return `facts` with causes and conclusions, the most likely cause first. problems: errors of the engine, as
-    sentences.
-    """
+    """Return `facts` with causes (the most likely first) and conclusions. problems: sentences on engine errors."""
     found = [("bookkeeping", problem) for problem in [*problems, *_engine_problems(facts)]]
     declared, share = facts.conventions[0], facts.vocabulary_share
     better = [each for each in facts.conventions if each.better and each.uses_features]

@@ -127,7 +127,7 @@ class RecordingDrafter:
         self._features_of_prompt: dict[tuple[int, ...], dict[int, list[Tensor]]] = {}
 
     def admit(self, row: int, token_ids: list[int]) -> None:
-        """Start to record a request, see `Drafter.admit`."""
+        """Start to record a request with these tokens, in row `row` of the request table."""
         self._tokens[row] = list(token_ids)
         self._chunks[row] = self._features_of_prompt[tuple(token_ids)] = {boundary: [] for boundary in self.keep}
 

@@ -47,8 +47,8 @@ class RankFault:
 class RankStatus:
     """Reply to a status request: what a rank is doing now.
 
-    num_messages: engine messages received so far. idle: whether it waits for the next one. frame: where its thread is
-    in the code.
+    num_messages: engine messages received so far. idle: whether the rank waits for the next message or for other ranks.
+    in_collective: whether it is in a collective. frame: where its thread is in the code.
     """
 
     num_messages: int  # engine messages that it has received

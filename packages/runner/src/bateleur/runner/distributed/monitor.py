@@ -44,7 +44,7 @@ class RankMonitor(Progress):
             raise self.fault
 
     def wait_over(self) -> RankFailed | None:
-        """Wait briefly after an error on this rank. Return the failure of another rank, as its likely cause, if any."""
+        """Wait briefly after an error on this rank. Return the failure of another rank, its likely cause, or None."""
         self._over.wait(_GATHER_SECONDS)
         if self._signs:
             self._over.wait()
@@ -76,7 +76,7 @@ class RankMonitor(Progress):
             event.set()
 
     def _watch(self, ranks: dict[Connection, RankProcess]) -> bool:
-        """Watch the ranks until `close` or a sign of failure; returns whether there is one."""
+        """Watch the ranks. Return True at a sign of failure or after the time limit, False after `close`."""
         missing = {phase: {each.rank for each in ranks.values()} for phase in StartPhase}
         while not self._signs and time.monotonic() - self._since <= self._limit:
             for found in wait([self._wake, *ranks], _POLL_SECONDS):
@@ -151,7 +151,7 @@ def find_failure(signs: Mapping[int, RankFault | RankStatus], seconds: float) ->
     """Return the rank that has most likely failed first, and how. signs: last message or state of each rank.
 
     seconds: time for which the ranks have made no progress, for the error message.
-    A rank that has received fewer messages than others, or is outside of a collective, counts as stuck.
+    A rank that is not idle, and has received fewer messages than others or is in no collective, counts as stuck.
     """
     most = max((each.num_messages for each in signs.values() if isinstance(each, RankStatus)), default=0)
 

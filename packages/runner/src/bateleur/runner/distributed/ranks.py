@@ -44,8 +44,8 @@ class Ranks:
     def device(self, device: torch.device) -> torch.device:
         """Return the device of this rank, with an index if it is a GPU.
 
-        With several ranks on GPUs, the index is the local rank. Otherwise it is that of `device`, by default that of
-        the current GPU.
+        With several ranks on GPUs, the index is the local rank. A single rank keeps the index of `device`, or without
+        one gets the index of the current GPU.
         """
         several = not self.alone and device.type == "cuda"
         return torch.device("cuda", self.local[0]) if several else indexed(device)

@@ -43,7 +43,7 @@ class Engine:
 
     def __init__(self, setup: EngineSetup) -> None:
         """Allocate buffers and caches for `setup.limits` on the device of the model, and capture graphs.
-        Raises ValueError unless the drafter has the configured number of draft tokens and acceptance rule.
+        Raises ValueError if the drafter has another number of draft tokens, or does not support the acceptance rule.
         """
         self.setup, self.model, self.limits = setup, setup.model, setup.limits
         self.device = self.model.device
@@ -236,8 +236,8 @@ class Engine:
 
     def _schedule(self) -> StepBatch | None:
         """Return the batch of the next step; None if no request can run now.
-        Without a batch, a data-parallel rank takes part in a step of the other ranks, if they have one. If they have
-        none, no step is in flight, and requests wait for prefixes from the disk tier, wait for these for up to 20 ms.
+        Without a batch, a data-parallel rank takes part in a step of the other ranks, if they have one. If nothing runs
+        at all and requests need prefixes from the disk tier, this waits up to 20 ms for their files.
         """
         runner, scheduler, in_flight = self.runner, self.scheduler, bool(self.registry.in_flight)
         if runner.proposer is not None:

@@ -277,7 +277,7 @@ _PRIORITIES = Several(Integer(), "an integer, or a list of them")
 
 
 def _for_each(prompts: Sequence[Prompt], name: str, given: Any, kind: Any, several: Check) -> Sequence[Any]:
-    """Return one value for each prompt. given: one of type `kind` for all, or a list, which `several` checks.
+    """Return one value for each prompt. given: a value of type `kind` for all, or a list. several: check of the list.
     name: name of the argument, for errors. Raises ValueError if the list has another length than `prompts`.
     """
     listed: Sequence[Any] = (given,) * len(prompts) if isinstance(given, kind) else several(name, given)

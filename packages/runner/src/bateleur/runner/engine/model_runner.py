@@ -238,7 +238,7 @@ class ModelRunner:
             self.lengths.admit(rows, computed)
 
     def idle(self, stats: EngineStats) -> bool:
-        """Take part in a step of other data-parallel ranks, count it in `stats`, and return True; False without one."""
+        """If other data-parallel ranks run a step, take part, count the step in `stats` and return True; else False."""
         if not self.graphs.idle():
             return False
         stats.num_dummy_steps += 1

@@ -167,7 +167,9 @@ class OutputProcessor:
     def _record_tokens(
         self, requests: Sequence[Request], rows: Int64s, num_taken: Int64s, present: Bools | None
     ) -> None:
-        """Record that requests got `num_taken` (S,) tokens. present: (S,) whether they still have rows; None: all."""
+        """Record token times and latencies of S requests. rows: (S,) their table rows. num_taken: (S,) tokens that they
+        got. present: (S,) whether they still have these rows; None: all.
+        """
         now, has_tokens = perf_counter(), num_taken > 0
         then = self._table.last_token_time[rows]
         if present is not None:
@@ -197,9 +199,7 @@ class OutputProcessor:
 
 
 def append_tokens(table: RequestTable, rows: Int64s, tokens_SJ: Int64s, counts_S: Int64s) -> None:
-    """Append the first counts_S[i] tokens of row i of `tokens_SJ` to table row rows[i]. All of them but the
-    last are accepted drafts.
-    """
+    """Append the first counts_S[i] tokens of tokens_SJ[i] to table row rows[i]; all but the last one are drafts."""
     position_J = np.arange(tokens_SJ.shape[1])
     left_SJ = counts_S[:, None] - position_J
     known_SJ = left_SJ > 0

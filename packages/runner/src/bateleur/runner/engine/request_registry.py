@@ -219,7 +219,7 @@ class RequestRegistry:
         self.consistent = True
 
     def _recover(self) -> None:
-        """Recover from an interrupted change. If it is interrupted itself, it is repeated."""
+        """Recover from an interrupted change. If the recovery is interrupted itself, the next `restore` repeats it."""
         for step in reversed(self.in_flight):
             step.undo(self._scheduler.table)
         waiting: list[Request] = []

@@ -51,7 +51,7 @@ def _qwen3(fields: ConfigFields) -> ModelSpec:
 
 
 def _qwen3_moe(fields: ConfigFields) -> ModelSpec:
-    """Qwen3's attention, with one sliding window or none, then experts or a gated MLP."""
+    """Qwen3's attention, with one sliding window in all layers or none, then experts or a gated MLP."""
     window, count = fields.optional("sliding_window"), fields["num_hidden_layers"]
     attention = fields.attention(qk_norm_eps=fields["rms_norm_eps"], sliding_window=window)
     experts = fields.experts(RouterSpec(normalised=fields["norm_topk_prob"]))

@@ -74,7 +74,7 @@ def _falcon_h1(fields: ConfigFields) -> ModelSpec:
 
 
 def _fold(fields: ConfigFields, names: Names) -> Names:
-    """Fold multipliers before nonlinear functions into weights of `names`: the MLP's gate, and Mamba's inputs."""
+    """Return `names` with factors: the config's multipliers of the MLP's gate, Mamba's inputs and attention biases."""
     groups, heads = fields["mamba_n_groups"] * fields["mamba_d_state"], fields["mamba_n_heads"]
     inner, inward = heads * fields["mamba_d_head"], fields["ssm_in_multiplier"]
     rows = (inner, inner, groups, groups, heads)
