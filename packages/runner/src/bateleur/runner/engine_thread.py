@@ -177,13 +177,13 @@ class EngineThread(Thread):
         return queued
 
     def release(self, names: Iterable[str]) -> None:
-        """Free the ids of requests that will not be added."""
+        """Free the request ids `names` for other requests, because their own requests will not be added."""
         for name in names:
             self.admission_limit.release(name)
         self._wake.set()
 
     def abort(self, request_ids: Iterable[str]) -> None:
-        """End the unfinished ones of these requests before the next step."""
+        """Abort requests before the next step; readers get their outputs so far. Ignores requests that have ended."""
         self._post(partial(self._abort, tuple(request_ids)), lambda dead: None)
 
     def call(self, function: Callable[[LLM], T]) -> Future[T]:
@@ -319,7 +319,7 @@ class EngineThread(Thread):
             _wake_all(reader.loop, [reader])
 
     def _end(self) -> None:
-        """Fail all readers, posted actions and later calls, so that no caller waits forever."""
+        """Fail all readers, the actions queued by `_post`, and later calls, so that no caller waits forever."""
         dead = EngineDead("it was closed" if self.error is None else f"the engine died of {_named(self.error)}")
         dead.__cause__ = self.error
         with self._lock:
@@ -335,7 +335,7 @@ class EngineThread(Thread):
 
 
 def _wake_all(loop: asyncio.AbstractEventLoop, readers: list[OutputReader]) -> bool:
-    """Schedule `wake` in an event loop. Returns False if the loop was closed."""
+    """Schedule `OutputReader.wake` of all readers in their event loop. Returns False if the loop was closed."""
     try:
         loop.call_soon_threadsafe(_wake, readers)
     except RuntimeError:

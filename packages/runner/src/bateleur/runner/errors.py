@@ -16,16 +16,16 @@ RuntimeError                concurrent calls of an LLM, or a call in a forked pr
     CollectiveBroken        a collective between ranks did not complete; a RankFailed has the cause
     ReplicaLost             the engine of a replica is dead; the request may be sent to another one
     NoCompiler              C kernels can't be compiled; an engine catches it and uses torch
-    GraphError              a CUDA graph error; the message names the key
+    GraphError              a CUDA graph error; the message names the graph's key
         CaptureError        a capture was refused or failed
-            HostSync        the body reads a device value on the host
+            HostSync        the captured function reads a device value on the host
             SharedState     warm-up and capture were given the same state object
         ReplayFailed        a graph raised during replay
         DanglingExternal    memory that a graph reads was freed
         AddressMoved        a captured buffer has a new address
-        StaleState          buffers were staged again after this state
-        KeyMismatch         state staged for one key was replayed with another
-        SignatureMismatch   a host scalar differs from the captured one
+        StaleState          another batch was staged into the same buffers after this one
+        KeyMismatch         a batch that was staged for one key was replayed with another
+        SignatureMismatch   numbers that the host gives to kernels do not fit the captured ones
         NotCaptured         no graph for this key; also a KeyError
 AssertionError              an internal invariant or a rule of a conformance kit is broken
     ConformanceError        a builder, backend, drafter or recurrence breaks its contract
@@ -125,7 +125,7 @@ class AdaptersBusy(ValueError):
 
 
 class ContextLengthExceeded(ValueError):
-    """A prompt leaves no room for an output token within `max_model_len`. length: the prompt's, as "3000 tokens"."""
+    """A prompt leaves no room for an output token within `max_model_len`. length: of the prompt, as "3000 tokens"."""
 
     def __init__(self, length: str, max_model_len: int) -> None:
         # Clients search for "maximum context length is N tokens" and "reduce the length of the messages".
@@ -148,7 +148,7 @@ class RankFailed(EngineDead):
         self.rank, self.cause = rank, cause
 
     def copy(self) -> RankFailed:
-        """Return a copy with the same notes, to be raised again."""
+        """Return a copy with the same exception notes (`add_note`), to be raised again."""
         other = RankFailed(self.rank, self.cause)
         for note in getattr(self, "__notes__", ()):
             other.add_note(note)

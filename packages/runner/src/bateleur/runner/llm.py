@@ -106,7 +106,7 @@ class LLM:
         self._access.closed = True
 
     def on_fault(self, callback: Callable[[EngineDead], None]) -> None:
-        """Set a callback that runs in its own thread, at most once, when another rank fails or this one hangs."""
+        """Set a callback that runs in its own thread, at most once, when another rank fails or this rank hangs."""
         if self._leader is not None:
             self._leader.on_fault(callback)
 
@@ -254,7 +254,7 @@ class LLM:
 
     @exclusive
     def add_prepared(self, *requests: RequestGroup) -> None:
-        """Queue requests made by `prepare`, all or none. Raises ValueError for an id in use or a bad adapter."""
+        """Queue requests from `prepare`, all or none. Raises ValueError for an id in use or an invalid LoRA adapter."""
         self._registry.add(*requests)
 
     @exclusive
@@ -287,7 +287,7 @@ class LLM:
 
     @exclusive
     def add_lora(self, lora_request: LoRARequest) -> None:
-        """Load a LoRA adapter before the first request uses it. Raises ValueError as `AdapterManager.load`."""
+        """Load a LoRA adapter. Raises ValueError if it does not fit, its name is taken, or no adapter slot is free."""
         self.engine.operate("load_adapter", checked_adapter("lora_request", lora_request))
 
     @exclusive
@@ -339,7 +339,7 @@ class LLM:
         )
 
     def prepare_structured_outputs(self) -> bool:
-        """Load the vocabulary for `structured_outputs` before a request needs it; False if that is not possible."""
+        """Load the vocabulary for `structured_outputs` early; False without llguidance or a usable tokenizer."""
         with suppress(ValueError):
             self._input_processor.grammars.prepare()
             return True

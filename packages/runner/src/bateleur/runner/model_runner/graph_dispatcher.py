@@ -127,7 +127,7 @@ class GraphDispatcher:
         query_lens: Sequence[int] = (1,),
         taps: tuple[int, ...] = (),
     ) -> None:
-        """query_lens: see `make_dispatcher`. taps: layer boundaries at which a drafter reads hidden states."""
+        """producer: stages dummy steps. query_lens: see `make_dispatcher`. taps: see `HybridDecoder.run`."""
         self.model, self._producer, self._taps = model, producer, taps
         support, limits = producer.model_state.graph_support, producer.buffers.limits
         self.dispatcher, reason = make_dispatcher(options, limits, support, query_lens)
@@ -216,9 +216,9 @@ class GraphDispatcher:
 def capture_graphs(
     manager: CudaGraphManager[S, T], producer: Producer[S], body: Body[S, T], peers: Ranks, missing: str
 ) -> None:
-    """Capture all graphs of a manager. A key whose capture fails on any rank runs eagerly from then on.
-    A warning says so; it starts with `missing`. body: the function that is captured. peers: the ranks that run each
-    forward pass together, see `HybridDecoder.peers`.
+    """Capture all graphs of a manager. A key whose capture fails on any rank runs eagerly from then on, with
+    a warning that starts with `missing`. producer: stages dummy batches. body: the function to capture. peers: the
+    ranks that run each forward pass together, see `HybridDecoder.peers`.
     """
     if manager.dispatcher.keys:
         with torch.inference_mode():

@@ -72,9 +72,9 @@ class ModelState:
         checks: ReplayChecks = ReplayChecks.CHEAP,
         adapters: AdapterPool | None = None,
     ) -> None:
-        """prompt_scan: kernel that runs recurrent layers over prompts. checks: from CHEAP on, steps for FULL graphs
-        carry their host scalars, which replays compare. At PARANOID every batch is validated, without waiting for the
-        device.
+        """prompt_scan: kernel that runs recurrent layers over prompts. checks: from CHEAP on, a step for a FULL graph
+        carries the numbers that the host gives to kernels (`Signature`), and a replay compares them with the captured
+        ones. At PARANOID every batch is validated, without waiting for the device.
         """
         self._checks, self.adapters, self.limits, self.device = checks, adapters, limits.buffers, model.device
         self.caches = caches
@@ -139,7 +139,7 @@ class ModelState:
         self, kv_blocks: Int32s, computed: Int64s, after: Int64s, rng: np.random.Generator
     ) -> tuple[Int32s, ...]:
         """Return a block table (R, columns) per KV cache group, for R random requests that go from `computed` to
-        `after` tokens: `kv_blocks`, and random blocks for their states before and after the step.
+        `after` tokens: `kv_blocks` for attention, and random blocks for the states before and after the step.
         """
         tables = (kv_blocks,) if self._attention else ()
         if self._mamba is None:
@@ -171,10 +171,10 @@ class ModelState:
         batch_id: object = None,
         adapter_slots: Int32s | None = None,
     ) -> StagedStep:
-        """Build the metadata of each KV cache group for the staged `batch`. key: graph of the batch; None if it runs
-        eagerly. Replays accept only the latest result. phase: whether the metadata is for a step, a warm-up or a
-        capture. batch_id: identity of the staged rows, see `StepRows`; None for rows that do not repeat. adapter_slots:
-        slots of the LoRA adapters of the batch's tokens without padding; None for no adapter.
+        """Build the metadata of each KV cache group for the staged `batch`. Replays accept only the latest result.
+        key: graph of the batch; None if it runs eagerly. phase: whether the metadata is for a step, a warm-up or a
+        capture. batch_id: `StepRows.batch_id`; a later step with the same object may reuse metadata of this one. None:
+        no later step does. adapter_slots: LoRA slots of the batch's tokens without padding; None for no adapter.
         """
         if self._checks >= ReplayChecks.PARANOID:
             level: Literal["host", "device"] = "device" if self.device.type == "cpu" else "host"
@@ -211,7 +211,7 @@ class ModelState:
         return metadata
 
     def admit(self, rows: Int64s, computed: Int32s) -> None:
-        """Reset the recurrent states of new requests' table rows. computed: number of tokens in the prefix cache."""
+        """Reset the recurrent states of new requests' table rows. computed: tokens of each prefix cache hit, or 0."""
         if self._states is None or self._mamba is None or self.caches.pool is None:
             return
         self._states.admit(1 + rows, computed)
@@ -248,7 +248,7 @@ class ModelState:
             self.caches.pool.fold(plan, replay, request_row, self._parameters)
 
     def carried(self) -> dict[str, Tensor]:
-        """Tensors of the per-request state outside the caches, by name."""
+        """Return the device tensor of `RequestStates`, by name, so that checks can compare it; {} if there is none."""
         return {} if self._states is None else {"carried": self._states.values}
 
     def _signature(self, context: StepContext) -> Signature:
@@ -292,8 +292,8 @@ class RowLengths:
         return self._computed_M.index_select(0, rows)
 
     def advance(self, rows: Tensor, batch: CommonAttentionMetadata, num_valid: Tensor) -> None:
-        """Set the lengths of `rows` (R,) int64 after a step: tokens that were computed before it, plus the tokens of
-        the step that stay, `num_valid` (R,) int64. Can be captured; padding has row `max_rows`.
+        """Set the lengths of table rows `rows` (R,) int64 after the step of `batch`: tokens computed before it, plus
+        its tokens that stay, `num_valid` (R,) int64. Can be captured. In `rows`, padding has the number `max_rows`.
         """
         reach_R = batch.num_computed_tokens[: len(rows)] + num_valid
         self._computed_M.index_copy_(0, rows, reach_R.int())

@@ -177,8 +177,8 @@ def padded_shape(
 def _random_lens(
     key: BatchExecutionDescriptor, num_reqs: int, filled: int, room: int, rng: np.random.Generator
 ) -> Int32s:
-    """Return random query lengths that fit `key`, single tokens first.
-    filled: number of tokens of the batch. room: maximum number of tokens of a request.
+    """Return random query lengths that fit `key`, in ascending order.
+    filled: maximum sum of lengths, unless `key` fixes them. room: maximum tokens of a request with its context.
     """
     if key.uniform_query_len is not None:
         return np.full(num_reqs, key.uniform_query_len, np.int32)

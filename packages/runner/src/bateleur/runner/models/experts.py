@@ -68,9 +68,9 @@ class Experts(ResidualBranch):
         return combine(self._products(x_TL, token_S, expert_ends_E), sorted_index_S, weights_TK, shared_TL, gate_T1)
 
     def _products(self, x_TL: Tensor, token_S: Tensor, expert_ends_E: Tensor) -> Tensor:
-        """Return the experts' outputs (S, L) for S pairs sorted by expert. Rows after the last end are arbitrary.
+        """Return the experts' outputs (S, L) for S pairs (token, expert), sorted by expert. L: width of x and outputs.
 
-        token_S, expert_ends_E: token of each pair, and end of each expert's pairs, from `sort_places`.
+        token_S, expert_ends_E: token of each pair, end of each expert's pairs. Rows after the last end are arbitrary.
         """
         gate_up_SF, expert_S = self.up_proj(x_TL.index_select(0, token_S), expert_ends_E), None
         if self.up_proj.bias is not None and self.down_proj.bias is not None:
@@ -83,7 +83,7 @@ class Experts(ResidualBranch):
         return y_SL.add_(self.down_proj.bias.index_select(0, expert_S))
 
     def _of_all_ranks(self, exchange: ExpertParallel, x_TL: Tensor, weights_TK: Tensor, experts_TK: Tensor) -> Tensor:
-        """Return the weighted sum (T, L) of each token's experts. Experts here run for tokens of all ranks."""
+        """Return the weighted sum (T, L) of each token's experts. Each rank runs its experts on tokens of all ranks."""
         assert self.spec.own is not None
         x_AL, weights_AK, experts_AK = exchange.gather(x_TL, weights_TK, experts_TK)
         (first, end), count = self.spec.own, self.spec.num_own

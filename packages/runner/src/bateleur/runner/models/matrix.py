@@ -40,7 +40,7 @@ class Projection:
         """Consecutive ranges of rows of a quantised W, which replace `stored`; () if W is not quantised."""
 
     def __call__(self, x: Tensor, adapters: Tensor | None = None) -> Tensor:
-        """Return (T, rows) for x (T, columns). adapters: (T,) int32 adapter slot of each token; None for none."""
+        """Return (T, rows) for x (T, columns). adapters: (T,) int32 LoRA slot of each token; None: no LoRA."""
         y = self.product(x, self.bias)
         if self.lora is not None and adapters is not None:
             add_lora(y, x, self.lora.a_ARK, self.lora.b_ANR, adapters)
@@ -182,7 +182,7 @@ class Rows:
         return self.matrix.weight if isinstance(self.matrix, Projection) else self.matrix.dequantize().to(dtype)
 
     def packed(self, dtype: torch.dtype, recorded: bool) -> Rows:
-        """Return rows, packed if C kernels multiply tokens of `dtype` by them. recorded: see `Projection.pack`."""
+        """Return the rows, packed if a C kernel for tokens of `dtype` exists. recorded: see `Projection.pack`."""
         if isinstance(self.matrix, Projection):
             self.matrix.pack(recorded=recorded)
         if not isinstance(self.matrix, QuantizedMatrix):
@@ -191,7 +191,7 @@ class Rows:
         return self if packed is None else Rows(self.first, packed)
 
     def tensors(self, prefix: str) -> dict[str, Tensor]:
-        """Return the tensors in memory, by names that begin with `prefix`."""
+        """Return the stored tensors, such as codes and scales, by names that begin with `prefix`."""
         if isinstance(self.matrix, Projection):
             return self.matrix.tensors(f"{prefix}plain")
         return self.matrix.tensors(prefix)

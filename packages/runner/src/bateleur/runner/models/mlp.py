@@ -28,7 +28,7 @@ class ResidualBranch:
         return {name: value for name, value in vars(self).items() if isinstance(value, kinds)}
 
     def weights(self) -> dict[str, Tensor]:
-        """Return the tensors to load, by weight name: public attributes, and those of projections."""
+        """Return the tensors to load, by weight name: public tensor attributes, and tensors of the projections."""
         found = {name: value for name, value in vars(self).items() if isinstance(value, Tensor) and name[0] != "_"}
         for name, projection in self.projections.items():
             found |= projection.tensors(name)

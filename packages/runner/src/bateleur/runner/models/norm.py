@@ -138,10 +138,10 @@ def gated_norm_over_ranks(
     norm_first: bool,
     ranks: Ranks,
 ) -> Tensor:
-    """Return the RMS norm, gated by SiLU, of elements that are divided among ranks; each rank has I of them.
+    """Return this rank's part (T, I) of the RMS norm over groups of elements, gated by SiLU. A group may span ranks.
 
-    x_TI, gate_TI: this rank's elements. weight (I,). of_groups: index of this rank's norm group, and number of groups.
-    norm_first: whether the norm comes before the gate.
+    x_TI, gate_TI: this rank's elements, all of one group. weight (I,). of_groups: index of the group, and number of
+    groups. norm_first: whether the norm comes before the gate.
     """
     gate, x = F.silu(gate_TI.float()), x_TI.float()
     y = x if norm_first else gate.mul_(x)

@@ -149,11 +149,11 @@ class QuantizedMatrix:
         return (*self.codes.shape[:-1], self.columns)
 
     def tensors(self, prefix: str = "") -> dict[str, Tensor]:
-        """Return the tensors in memory, by names that begin with `prefix`."""
+        """Return the stored tensors, such as codes and scales, by names that begin with `prefix`."""
         return tensors_of(self, prefix)
 
     def _changed(self, change: Callable[[Tensor], Tensor]) -> Self:
-        """Return the matrix with all tensors changed except `index`."""
+        """Return a copy with `change(tensor)` in place of every tensor except `index`."""
         tensors: dict[str, Any] = {name: change(each) for name, each in self.tensors().items() if name != "index"}
         return replace(self, **tensors)
 

@@ -71,7 +71,7 @@ class ResidualStream:
         norm.add_to(self._h_TM, y_TM, factor)
 
     def sum(self) -> Tensor:
-        """Add all outputs, and return the residual stream (T, M) in its own dtype. Later sums change this tensor."""
+        """Add all outputs, and return the residual stream (T, M) in its own dtype. Later sums may change the tensor."""
         for y_TM, factor in self._pending:
             if self._shared:
                 self._h_TM, self._shared = self._h_TM.add(y_TM, alpha=factor), False
@@ -81,7 +81,7 @@ class ResidualStream:
         return self._h_TM
 
     def keep(self) -> None:
-        """Make the next `read` or `normed` save the stream that it reads, before the norm, as the new `kept`."""
+        """Make the next `read` or `normed` store the stream that it reads, before the norm, in the attribute `kept`."""
         self._keep_next = True
 
     def read(self) -> Tensor:

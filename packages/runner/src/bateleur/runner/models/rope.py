@@ -107,7 +107,7 @@ class RopeTable:
         return torch.where(length_P1 > beyond.original_length, longer, self._inv_freq)
 
     def at(self, positions_T: Tensor) -> tuple[Tensor, Tensor]:
-        """Return cosines and sines, (T, 1, rotary_dim) each, as `rotate` takes them. The table must have the positions.
+        """Return cosines and sines, (T, 1, rotary_dim) each, as `rotate` takes them. The table must be long enough.
 
         positions_T: (T,) integers.
         """

@@ -195,7 +195,7 @@ class RecurrentLayer:
 
 @dataclass(frozen=True, slots=True)
 class MambaLayer(RecurrentLayer):
-    """Describes a Mamba-2 layer, or a rank's part of it (`of_groups`: index of this part's group, number of groups)."""
+    """Describes a Mamba-2 layer, or a rank's part of it. of_groups: index of the part's norm group, count of groups."""
 
     state: Mamba2
     conv_bias: bool

@@ -1,8 +1,8 @@
 """A folder of prefix files that several processes share without locks.
 
-Files appear complete, under names made from their tokens: `LAYOUT/KEY.kv.safetensors` or `LAYOUT/KEY.end.safetensors`.
-LAYOUT is `RowLayout.digest`, and KEY is the prefix-cache key of the tokens. Two processes that write the same file
-write the same bytes. Other files in the folder are not touched.
+Files appear complete. Their names identify their tokens: `LAYOUT/KEY.kv.safetensors` has a full segment of KV blocks,
+`LAYOUT/KEY.end.safetensors` the end of a prefix, see `spans`. LAYOUT is `RowLayout.digest`, KEY the prefix-cache key.
+Two processes that write the same file write the same bytes. Other files in the folder are not touched.
 """
 
 import os
@@ -68,9 +68,9 @@ class DiskFolder:
         self.limit_bytes = self._total + free // 2 if limit_bytes is None else limit_bytes
 
     def names(self) -> set[str]:
-        """Return the names of all files of this layout.
+        """Return the names of the files that this engine can read: those of its layout (`RowLayout`).
 
-        If this object has written a file before, also remove least recently used files above the size limit.
+        Also remove least recently used files of any layout above `limit_bytes`, but only if this object wrote a file.
         """
         paths = set[str]()
         with suppress(OSError):
@@ -87,7 +87,7 @@ class DiskFolder:
         return {path[len(own) :] for path in self._counted if path.startswith(own)}
 
     def write(self, name: str, prefix: Prefix) -> int:
-        """Write a file, and first remove least recently used ones if needed. Returns its size; 0 if it is too large."""
+        """Write a file; first remove least recently used ones if needed. Returns its bytes; 0 if too large to write."""
         data = encode_prefix(self._layout, prefix)
         room = len(data) * self._writers
         if room > self.limit_bytes:
@@ -110,13 +110,13 @@ class DiskFolder:
         return prefix
 
     def remove(self, names: list[str]) -> None:
-        """Remove files of this layout by name."""
+        """Remove files of this engine by name; missing ones are ignored."""
         for name in names:
             with suppress(OSError):
                 os.unlink(self._folder / name)
 
     def _files(self) -> Iterator[os.DirEntry[str]]:
-        """Yield the files of all layouts."""
+        """Yield the prefix files of all layouts (`RowLayout`) in the folder."""
         with os.scandir(self._root) as found:
             folders = [each for each in found if _LAYOUT.fullmatch(each.name) and each.is_dir(follow_symlinks=False)]
         for folder in folders:
@@ -124,7 +124,7 @@ class DiskFolder:
                 yield from (each for each in files if _NAME.fullmatch(each.name))
 
     def _recount(self) -> list[tuple[float, int, str]]:
-        """Scan the files of all layouts again. Returns time of last use, size and path of each."""
+        """Count the files of all layouts (`RowLayout`) again. Returns time of last use, bytes and path of each."""
         found = []
         for each in self._files():
             with suppress(OSError):

@@ -3,9 +3,9 @@
 One thread writes and one reads. The engine thread waits for them only if it has nothing else to do. The rows of host
 memory that they use cannot be evicted meanwhile. Their results are collected between steps.
 
-With several ranks, each has its own files and threads. The ranks first agree on all results that depend on these
-(`_on_all_ranks`, `_gather`), so that they hold the same host memory and find the same prefixes. A file that one rank
-lacks or can't read is a miss on all.
+With several ranks, each has its own files and threads. The ranks first agree on all results that depend on files or
+threads (`_on_all_ranks`, `_gather`), so that they hold the same host memory and find the same prefixes. A file that
+one rank lacks or can't read is a miss on all.
 """
 
 import logging
@@ -273,7 +273,7 @@ class DiskTier:
         return list(zip(*self._ranks.gather_ints(numbers), strict=True)) if numbers else []
 
     def forget(self, blocks: list[bytes], pages: list[bytes]) -> None:
-        """Remove the files that hold these KV blocks and states."""
+        """Remove the files of KV blocks and states (pages), given by prefix-cache keys."""
         names = {f"{key.hex()}.{kind}.safetensors" for key in (*blocks, *pages) for kind in KINDS}
         self._names -= names
         self._bad |= names & self._queued

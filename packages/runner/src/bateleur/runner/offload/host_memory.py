@@ -108,7 +108,7 @@ class OffloadedRows:
             self._pool.forget(row)
 
     def save_evicted(self, evicted: Sequence[tuple[int, Hashable]]) -> None:
-        """Copy rows (device row, key) to host memory before the device evicts them; the last ones if not all fit."""
+        """Save rows (device row, key) before eviction; the last ones if too many, none if held rows leave no room."""
         new = [(number, key) for number, key in evicted if key not in self]
         self.save(new[-len(self.rows) :])
 

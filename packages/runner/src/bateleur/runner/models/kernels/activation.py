@@ -21,7 +21,7 @@ def activation_kernel(
 ):  # fmt: skip
     """Compute `act(gate_up)` of a token, or `act(gate) * up` if GATED, in float32. NAME: act, one of `Activation`.
 
-    SIZE: elements of an output. Grid (tokens, tiles of SIZE). Occupancy on sm_90: at least 16 blocks per SM.
+    SIZE: outputs of a token. *_token: stride. Grid (tokens, tiles). Occupancy on sm_90: at least 16 blocks per SM.
     """
     token = tl.program_id(0).to(tl.int64)
     f = tl.program_id(1) * BLOCK_F + tl.arange(0, BLOCK_F)
@@ -53,7 +53,7 @@ def gate_kernel(
 ):  # fmt: skip
     """Compute `x * silu(gate)`, or `x * sigmoid(gate)` unless SILU, of a token, in float32.
 
-    SIZE: elements of a token. Grid (tokens, tiles of SIZE). Occupancy on sm_90: at least 16 blocks per SM.
+    SIZE: elements of a token. *_token: strides. Grid (tokens, tiles). Occupancy on sm_90: at least 16 blocks per SM.
     """
     token = tl.program_id(0).to(tl.int64)
     f = tl.program_id(1) * BLOCK_F + tl.arange(0, BLOCK_F)

@@ -58,12 +58,11 @@ def e2m1(codes):
 def of_columns(row_N, k, first, group_K,
     GROUPS: tl.constexpr, GROUP: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Load the scales (or zeros) of a tile's rows for its columns k, which begin at `first`.
+    """Load the scales (or zeros) of a tile of W, N rows and K columns k from `first` on. `by_column` broadcasts them.
 
-    The result is (N, columns) for GROUP 0, (N, 1) if GROUP is a multiple of BLOCK_K, else (N, groups). `by_column`
-    broadcasts it to (N, K).
-    row_N: pointers to the first of GROUPS scales of each row. GROUP: columns of a scale; 0: group_K has the index of
-    each column's scale.
+    row_N: pointers to the first of GROUPS scales of each row. GROUP: columns with one scale; 0: column k has the scale
+    with index group_K[k].
+    Returns (N, K) if GROUP is 0, (N, 1) if one scale of a row is enough for the tile, else (N, K / GROUP).
     """
     if GROUP == 0:
         return tl.load(row_N[:, None] + group_K[None, :])
@@ -76,7 +75,7 @@ def of_columns(row_N, k, first, group_K,
 
 @triton.jit
 def by_column(values_NK, table, GROUP: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Broadcast `table`, a result of `of_columns`, to (N, K), the shape of values_NK."""
+    """Broadcast the scales (or zeros) `table` that `of_columns` loaded to the shape (N, K) of values_NK."""
     if GROUP == 0 or GROUP % BLOCK_K == 0:
         return table + tl.zeros_like(values_NK)
     else:

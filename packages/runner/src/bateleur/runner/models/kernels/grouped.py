@@ -42,7 +42,7 @@ def grouped_kernel(
 ):  # fmt: skip
     """Compute a tile of y: rows of x (num_rows, DEPTH) times the transpose of their group's matrix (COLUMNS, DEPTH).
 
-    ends: end of each group's rows. weight_group, weight_row: strides from matrix to matrix and from row to row.
+    ends: end of each group's rows. x_row, weight_row, weight_group: strides of rows of x and weight, and of matrices.
     Grid (tiles of columns, tiles of rows). Occupancy on sm_90: at least 4 blocks per SM.
     """
     group, first_row, end = rows_of_tile(ends_ptr, tl.program_id(1), GROUPS, BLOCK_S, BLOCK_E)

@@ -20,9 +20,9 @@ def join_kernel(
     HEADS: tl.constexpr, KEY: tl.constexpr, SHARED: tl.constexpr, VALUE: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Write keys and values of some heads: k = own part | shared part | zeros, v = value | zeros.
+    """Compute `models.attention.join_heads` of some heads: k = own part | shared part | zeros, v = value | zeros.
 
-    KEY, SHARED: elements of the own and the shared part of a key. VALUE: of a value. HEAD_DIM: of each result.
+    KEY, SHARED: elements of the own and shared part of a key. VALUE: of a value. HEAD_DIM: of k, v. *_token: strides.
     Grid (tokens, tiles of heads). Occupancy on sm_90: at least 16 blocks per SM.
     """
     token, d = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK_D)[None, :]

@@ -21,7 +21,7 @@ def norm_kernel(
 ):  # fmt: skip
     """Add 0 to 2 TERMS (factor * y, z_factor * z) to the residual x of a token, store x, and write its RMS norm.
 
-    SIZE: elements of a token. Grid (tokens,). Occupancy on sm_90: at least 3 blocks per SM.
+    SIZE: elements of a token. *_token: strides. Grid (tokens,). Occupancy on sm_90: at least 3 blocks per SM.
     """
     token, m = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK_M)
     real = m < SIZE
@@ -47,7 +47,7 @@ def add_normed_kernel(
 ):  # fmt: skip
     """Compute `h += factor * rms_norm(y) * weight` for one token, in float32, rounded once.
 
-    SIZE: elements of a token. Grid (tokens,). Occupancy on sm_90: at least 2 blocks per SM.
+    SIZE: elements of a token. *_token: strides. Grid (tokens,). Occupancy on sm_90: at least 2 blocks per SM.
     """
     token, m = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK_M)
     real = m < SIZE

@@ -62,10 +62,10 @@ def linear_kernel(
     PARTS: tl.constexpr, PART: tl.constexpr, APART: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
-    """Compute a tile of `x W^T + b` with dequantised W (ROWS, DEPTH).
+    """Compute a tile of `x W^T + b`, y (T, ROWS). W: (ROWS, DEPTH), with the tensors of a `QuantizedMatrix`.
 
-    Grid (tiles of rows of W, tiles of tokens, parts of columns). If APART, y (PARTS, T, N) float32 gets the sums over
-    PART columns each, and `sum_kernel` adds them. Other constants: see `_constants`.
+    If APART, y is (PARTS, T, ROWS) float32, sums over PART columns each, which `sum_kernel` adds. Other constants: see
+    `_constants`. Grid (tiles of rows of W, tiles of tokens, parts of columns if APART).
     Occupancy on sm_90: at least 1 block per SM.
     """
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -126,7 +126,7 @@ def grouped_kernel(
 ):  # fmt: skip
     """Compute a tile of the product of rows of x and the dequantised matrix (ROWS, DEPTH) of their expert.
 
-    ends: end of each expert's rows of x. Constants: see `_constants`.
+    ends: end of each expert's rows of x. Other pointers: tensors of a `QuantizedMatrix`. Constants: see `_constants`.
     Grid (tiles of rows of W, tiles of rows of x); see `kernels.grouped`. Occupancy on sm_90: at least 1 block per SM.
     """
     expert, first_row, end = rows_of_tile(ends_ptr, tl.program_id(1), EXPERTS, BLOCK_T, BLOCK_E)

@@ -64,7 +64,7 @@ def route_kernel(
 ):  # fmt: skip
     """Choose a token's TOP_K experts one after the other; write their ids and weights, computed from the logits.
 
-    GROUPS, TOP_GROUPS: number of groups of experts, and of chosen ones.
+    GROUPS, TOP_GROUPS: groups of experts, and chosen ones. NORMALISED: whether sum_eps is used, CORRECTED: correction.
     Other arguments: see `models.router.route_tokens`. Grid (tokens,). Occupancy on sm_90: at least 28 blocks per SM.
     """
     token, k = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK_K)

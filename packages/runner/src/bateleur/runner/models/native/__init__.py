@@ -115,7 +115,7 @@ _library = Library("bateleur", "FRAGMENT")
 
 
 def as_operator(form: F, fake: Callable[..., Tensor]) -> F:
-    """Return a C product (`form`) as an operator that graphs record. CPU calls that record nothing run `form` directly.
+    """Return the C product `form` as a torch operator, so that graphs can capture it. Other CPU calls run `form`.
 
     fake: returns an empty result of the same shape, for tracing.
     """

@@ -63,7 +63,7 @@ class PackedMatrix:
         return self.scheme.group if self.scales.shape[1] > 1 else self.shape[1]
 
     def tensors(self, prefix: str = "") -> dict[str, Tensor]:
-        """Return the tensors in memory, by names that begin with `prefix`."""
+        """Return the stored tensors, such as codes and scales, by names that begin with `prefix`."""
         return tensors_of(self, prefix)
 
     def dequantize(self) -> Tensor:
