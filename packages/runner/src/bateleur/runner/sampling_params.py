@@ -113,7 +113,7 @@ def _output_kind(name: str, value: Any) -> RequestOutputKind:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams(Checked):
     """Sampling parameters of one request, immutable and checked when made.
-    Raises ValueError, naming the parameter, for an unknown name or an invalid value.
+    Raises ValueError, naming the parameter, for unknown names or invalid values. return_tags: list tags like <think>.
     """
 
     n: int = option(1, Integer(1, MAX_CONTINUATIONS))

@@ -77,11 +77,11 @@ def _divides(word: torch.dtype, tensor: Tensor) -> bool:
 
 @dataclass(frozen=True)
 class RowLayout:
-    """Everything besides tokens that attention keys, values and states depend on, and their layout in a file.
+    """Layout of KV blocks and recurrent states (pages) in files, and everything besides tokens that they depend on.
 
     fields: weights, dtype, device, kernels, ranks and versions, by name. granularity: tokens between two possible ends
     of a prefix. num_lookahead_tokens: tokens after a prefix that its last block depends on: 1 if blocks include a draft
-    head's keys and values, else 0.
+    head's keys and values, else 0. block_parts, page_parts: tensors of a block or a state; empty if there are none.
     """
 
     fields: Mapping[str, str]
@@ -93,12 +93,12 @@ class RowLayout:
 
     @property
     def block_bytes(self) -> int:
-        """Size of a KV block."""
+        """Bytes of a KV block; 0 without attention."""
         return self.block_parts[-1].end if self.block_parts else 0
 
     @property
     def page_bytes(self) -> int:
-        """Size of a state."""
+        """Bytes of a recurrent state; 0 without recurrent layers."""
         return self.page_parts[-1].end if self.page_parts else 0
 
     @cached_property

@@ -2,7 +2,7 @@
 
 A segment has `SEGMENT_BLOCKS` blocks and starts at a multiple of that many. Its file name identifies all tokens up to
 its last block. An ending is a position at which a request can continue. Its file has the state there, if the model has
-states, and the blocks since the last full segment. A prefix of t tokens has t // segment files and one more.
+states, and the blocks since the last full segment. A prefix is read from its segment files and at most one ending.
 """
 
 from collections.abc import Callable, Iterator
@@ -22,9 +22,9 @@ KINDS = ("kv", "end")  # kinds of files: segments and endings
 class FileSpan:
     """The part of a prefix that one file holds: tokens [start, end).
 
-    key: key stored in the file. token_ids: tokens [start, end), and the next one if the blocks include a draft head's
-    keys and values, which depend on it. blocks, page: prefix-cache keys of the blocks, and of the state at the end
-    (None for a segment, or without states).
+    key: prefix-cache key of all tokens before `end`. token_ids: tokens [start, end), and the next token if the blocks
+    include a draft head's keys and values, which depend on it. blocks, page: prefix-cache keys of the blocks, and of
+    the state at `end` (None for a segment, or without states).
     """
 
     start: int
@@ -37,10 +37,10 @@ class FileSpan:
 
 
 class PrefixSpans:
-    """The files of one prefix. keys: prefix keys of `ids`. max_tokens: maximum tokens of the prefix.
+    """The files of one prefix: the full blocks in the first `max_tokens` of the token ids `ids`.
 
-    If the KV blocks include a draft head's keys and values, these depend on the next token. Then `ids` must have one
-    token more than the prefix.
+    keys: prefix-cache keys of `ids`. If the KV blocks include a draft head's keys and values, these depend on the next
+    token. Then `ids` must have one token more than the prefix.
     """
 
     def __init__(self, cache: DeviceCache, keys: PrefixKeys, ids: NDArray[np.int32], max_tokens: int) -> None:
@@ -76,17 +76,17 @@ class PrefixSpans:
         yield from range(self.length // self.granularity * self.granularity, 0, -self.granularity)
 
     def two_ends(self, prompt_len: int) -> set[int]:
-        """Return where files end if the model has no states: at most two numbers of tokens, multiples of `granularity`.
+        """Return the positions at which files of endings are written for a model without states: at most two.
 
-        One is the largest in the prefix. The other is the largest below `prompt_len`, because a hit leaves at least one
-        prompt token to compute. The end of a full segment is left out, because the segment's file suffices there.
+        They are multiples of `self.granularity`: the last in the prefix, and the last below `prompt_len`, because a hit
+        leaves at least one prompt token to compute. Ends of full segments, which have files already, are left out.
         """
         size = self.granularity
         last = (self.length // size * size, min(prompt_len - 1, self.length) // size * size)
         return {end for end in last if self.base(end) < end}
 
     def ending(self, end: int) -> FileSpan:
-        """Return the part of the prefix in the file that ends at position `end`, after its full segments."""
+        """Return the part between the last full segment (16 blocks) and position `end`, which has its own file."""
         return self._span(self.base(end), end, "end")
 
     def _span(self, start: int, end: int, kind: str) -> FileSpan:
@@ -103,7 +103,9 @@ def missing_spans(
     has_page: Callable[[bytes], bool],
     has_file: Callable[[str], bool],
 ) -> list[FileSpan]:
-    """Return the files of `chain` to read, in order, for its longest prefix that is completely in memory or files."""
+    """Return the files to read, in order, for the longest prefix of `chain` that is completely in memory or files.
+    has_block, has_page: whether device or host memory has the KV block or state with this key.
+    """
     wanted: list[FileSpan] = []
     count = 0  # blocks
     for span in chain.segments():

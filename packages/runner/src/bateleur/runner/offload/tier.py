@@ -47,9 +47,9 @@ class HostTier:
         return self.pages is not None and key in self.pages
 
     def load(self, blocks: list[bytes], page: bytes | None, num_tokens: int) -> None:
-        """Copy KV blocks and a state, given by keys, from host memory to the device; stop if it lacks room.
+        """Copy KV blocks and a state, given by keys, from host memory to the device; stop if the device is full.
 
-        num_tokens: hit tokens, which are counted if everything was copied.
+        num_tokens: tokens of the prefix cache hit, which are counted if everything was copied.
         """
         loaded = self.blocks is None or self.blocks.load(blocks)
         if loaded and self.pages is not None and page is not None:
@@ -67,9 +67,9 @@ class HostTier:
             self.disk.forget(blocks, pages)
 
     def fetch(self, request: Request, keys: PrefixKeys, ids: NDArray[np.int32], max_tokens: int) -> bool:
-        """Start to read files with the caches of up to `max_tokens` tokens of a request; returns whether any exist.
+        """Start to read the caches of up to `max_tokens` tokens of a request from disk, if there is a disk tier.
 
-        keys, ids: see `DiskTier.fetch`.
+        keys: prefix-cache keys of token ids `ids`. Returns whether files are read; then `arrived` returns `request`.
         """
         return self.disk is not None and self.disk.fetch(request, keys, ids, max_tokens)
 
@@ -80,7 +80,7 @@ class HostTier:
     def save(self, keys: PrefixKeys, ids: NDArray[np.int32], num_tokens: int, prompt_len: int) -> None:
         """Write the caches of the first `num_tokens` tokens of an ended request to disk, if there is a disk tier.
 
-        keys, ids, prompt_len: see `DiskTier.save`.
+        ids: token ids, which must not be written to any more. keys: their prefix-cache keys. prompt_len: prompt tokens.
         """
         if self.disk is not None:
             self.disk.save(keys, ids, num_tokens, prompt_len)

@@ -41,9 +41,9 @@ _FALLBACKS = (("hf_quant_config.json", "modelopt"), ("quantize_config.json", "gp
 
 
 def quantization_fields(path: Path, config: Mapping[str, Any]) -> tuple[Path, Mapping[str, Any]]:
-    """Return the file that describes the quantisation of the folder `path`, and its fields; {} if there is none.
+    """Return the file that describes the quantisation of the checkpoint folder `path`, and the fields in it.
 
-    config: fields of config.json.
+    config: fields of config.json. Returns config.json and {} if the checkpoint is not quantised.
     """
     file = path / "config.json"
     with errors_in(file):
@@ -61,7 +61,7 @@ def quantization_fields(path: Path, config: Mapping[str, Any]) -> tuple[Path, Ma
 def read_quantization(path: Path, config: Mapping[str, Any]) -> QuantizedReader | None:
     """Return the reader for the checkpoint folder `path`; None if it is not quantised. config: fields of config.json.
 
-    Raises ValueError as `reader_of`.
+    Raises ValueError, naming the file, for an unsupported method or option.
     """
     file, fields = quantization_fields(path, config)
     with errors_in(file):
@@ -93,7 +93,7 @@ def check_method(quantization: str, reader: QuantizedReader | None) -> None:
 
 
 def _method(fields: Mapping[str, Any]) -> str:
-    """Return `quant_method` as `READERS` spells it."""
+    """Return the usual name of `quant_method`, such as gptq for gptq_marlin. `READERS` has the supported ones."""
     said = str(fields.get("quant_method")).lower()
     return _SAME.get(said, said.replace("_", "-"))
 

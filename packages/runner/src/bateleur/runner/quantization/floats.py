@@ -17,7 +17,7 @@ _NVFP4_GROUP, _MXFP4_GROUP = 16, 32
 
 
 def nvfp4_shape(module: Module, weight: str) -> tuple[int, ...]:
-    """Return the shape of the plain weight. weight: name of the tensor with the codes."""
+    """Return the shape of an NVFP4 weight, after checking its scales. weight: name of the tensor with the codes."""
     *lead, width = module[weight].shape
     if module[weight].dtype != "U8":
         raise module.refuse(weight, "two numbers of NVFP4 are a byte: its dtype must be U8")

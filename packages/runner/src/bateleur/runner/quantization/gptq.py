@@ -102,7 +102,7 @@ class GptqReader(QuantizedReader):
         return bits
 
     def _index(self, module: Module, group: int) -> Tensor | None:
-        """Return the scale group of each column, (K,) int32 (act order); None if groups are consecutive columns."""
+        """Return the scale group of each column, (K,) int32 (act order); None if each `group` columns are a group."""
         if "g_idx" in module:
             index, columns = module["g_idx"].mapped(), self.shape(module)[1]
             if index.shape != (columns,):

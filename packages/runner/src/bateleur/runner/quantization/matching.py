@@ -60,7 +60,7 @@ def starts_with(pattern: str, names: Iterable[str]) -> bool:
 
 
 def listed(entry: str, names: tuple[str, ...]) -> bool:
-    """Return whether an entry matches, as in compressed-tensors: `re:` and a regular expression, or the whole name."""
+    """Return whether an entry is one of the names, or `re:` and a regular expression, as in compressed-tensors."""
     return starts_with(entry[3:], names) if entry.startswith("re:") else entry in names
 
 
@@ -75,5 +75,5 @@ def wildcard(entry: str, names: tuple[str, ...]) -> bool:
 
 
 def ends_with(entry: str, names: tuple[str, ...]) -> bool:
-    """Return whether an entry matches, as in transformers for FP8: the whole name, its first parts, or its end."""
+    """Return whether an entry is a name, its first dotted parts, or its end, as in transformers for FP8."""
     return any(name == entry or name.startswith(f"{entry}.") or name.endswith(entry) for name in names)

@@ -44,48 +44,48 @@ class Module:
         return self.parts[part]
 
     def refuse(self, part: str, rule: str) -> ValueError:
-        """Return the error for a tensor that breaks a rule."""
+        """Return the error for the tensor `part` (the last part of its name), which breaks a rule."""
         entry = self[part]
         return ValueError(f"{entry.name}: is {entry.dtype} {entry.shape}; {rule}")
 
     def damaged(self, part: str, found: str = "NaN") -> ValueError:
-        """Return the error for a tensor with numbers that no quantised weight has. found: their name in the message."""
+        """Return the error for the tensor `part`, which holds `found`: text for numbers that no weight has."""
         return ValueError(f"{self[part].name}: holds {found}; the checkpoint is damaged")
 
     def sides(self, part: str) -> tuple[int, int]:
-        """Return the shape of a matrix, which must have two axes."""
+        """Return rows and columns of the tensor `part`. Raises ValueError unless it has two axes."""
         if len(shape := self[part].shape) != 2:
             raise self.refuse(part, "it must have rows and columns, and nothing else")
         return shape[0], shape[1]
 
     def words(self, part: str) -> Tensor:
-        """Return a tensor of packed codes, which must be int32."""
+        """Return the packed codes in the tensor `part`. Raises ValueError unless they are int32."""
         if self[part].dtype != "I32":
             raise self.refuse(part, "packed codes must be I32")
         return self[part].mapped()
 
     def e4m3(self, part: str) -> Tensor:
-        """Return the bits of e4m3 numbers. Raise an error if one is NaN."""
+        """Return the bits of the e4m3 numbers in the tensor `part`. Raises ValueError if one is NaN."""
         codes = self[part].mapped()
         if ((codes & 0x7F) == 0x7F).any():
             raise self.damaged(part)
         return codes
 
     def finite(self, part: str) -> Tensor:
-        """Return scales or zeros, which must be finite."""
+        """Return the scales or zeros in the tensor `part`. Raises ValueError if one is NaN or infinite."""
         scales = self[part].mapped()
         if not scales.isfinite().all():
             raise self.damaged(part, "NaN or infinity")
         return scales
 
     def float_dtype(self, part: str) -> torch.dtype:
-        """Return the dtype of scales, which must be a floating-point type."""
+        """Return the dtype of the scales in the tensor `part`. Raises ValueError unless it is F32, F16 or BF16."""
         if self[part].dtype not in _FLOATS:
             raise self.refuse(part, f"its dtype must be one of {', '.join(_FLOATS)}")
         return _FLOATS[self[part].dtype]
 
     def float_scheme(self, scale: str, block: Block, *, zeros: bool = False) -> Scheme:
-        """Return the scheme of FP8 or INT8 codes in `weight`, with scales per tensor, row or block.
+        """Return the scheme of the FP8 or INT8 codes in `weight`. zeros: whether they have zero points.
 
         scale: name of the tensor with scales. block: rows and columns with a common scale; None: per tensor or row.
         """
@@ -134,7 +134,7 @@ class QuantizedReader(ABC):
     parts: ClassVar[tuple[frozenset[str], ...]]
 
     def __init__(self, fields: Mapping[str, Any], matches: Matcher | None = None, *ignoring: str) -> None:
-        """ignoring: names of fields that list modules which are not quantised. matches: interprets their entries."""
+        """ignoring: names of `fields` that list unquantised modules. matches: whether a list entry means a module."""
         self.fields, self._matches = fields, matches
         self._ignored = [entry for name in ignoring for entry in strings(fields, name)]
 

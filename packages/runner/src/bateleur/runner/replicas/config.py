@@ -15,7 +15,7 @@ OF_RAY = ("host", "port", "root_path", "timeout_keep_alive", "ssl_keyfile", "ssl
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaConfig(Checked):
-    """Options: number of engine replicas, autoscaling (times in seconds), and routing (see `PrefixRouting`)."""
+    """Number of engine replicas, autoscaling (in seconds), and load limit: (1 + imbalance) * mean load + slack."""
 
     replicas: int = option(1, Integer(1))
     """Number of engine replicas, each in its own process on Ray (extra bateleur-runner[ray]); 1 needs no Ray"""

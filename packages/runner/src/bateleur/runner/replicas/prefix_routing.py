@@ -33,7 +33,7 @@ PATHS = (*_MESSAGE_FIELDS, "/completions")  # path endings of requests with a pr
 
 
 def prefix_keys(path: str, body: Mapping[str, Any]) -> tuple[bytes, ...]:
-    """Return hashes of prefixes of a request's (first) prompt, from short to long; none if it is short or invalid."""
+    """Return hashes of prefixes of the first prompt in a POST to `path`, short ones first; () if short or invalid."""
     with suppress(RecursionError):  # nested too deeply for any engine
         field = next((name for end, name in _MESSAGE_FIELDS.items() if path.endswith(end)), None)
         if field is not None:
@@ -131,9 +131,9 @@ class PrefixRouting:
         return len(self._holders)
 
     def choose(self, prefixes: Sequence[bytes], loads: Mapping[str, float]) -> RoutingChoice:
-        """Choose a replica for a request, and record the request as sent there. Raises ValueError if there is none.
+        """Choose a replica for a request, and record the request as sent there. Raises ValueError without replicas.
 
-        prefixes: hashes of its prefixes, as of `prefix_keys`. loads: number of requests of each available replica.
+        prefixes: hashes of the prompt's prefixes (`prefix_keys`). loads: number of requests of each available replica.
         """
         if not loads:
             raise ValueError("loads holds no replica; at least one is needed")

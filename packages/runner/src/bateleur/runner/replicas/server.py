@@ -170,7 +170,7 @@ def run(plan: DeploymentPlan, port: int, ready: Callable[[], None]) -> None:
 
 
 def _check_free(address: str, host: str, port: int) -> None:
-    """Raise ValueError if the cluster's Ray Serve has another HTTP address, or already runs bateleur's application."""
+    """Raise ValueError if Ray Serve at `address` has another host or port, or already runs bateleur's application."""
     listens = serve.context._get_global_client().http_config
     if (listens.host, listens.port) != (host, port):
         refuse("port", f"{host}:{port}", f"{listens.host}:{listens.port}, the address of Ray Serve at {address}")

@@ -88,8 +88,8 @@ class GrammarMasks:
         return looked
 
     def allowed(self, batch: StepBatch) -> Tensor | None:
-        """Return a mask of allowed tokens, int32 (rows of logits, mask words), see `forbid_`; None without grammars.
-        Rows of logits after a rejected draft, which are not sampled from, allow all tokens.
+        """Return int32 (rows of logits, words): bit t % 32 of word t // 32 is set if token t is allowed. None without
+        grammars. Rows of logits after a rejected draft, which are not sampled from, allow all tokens.
         """
         index = batch.index
         wanted = []

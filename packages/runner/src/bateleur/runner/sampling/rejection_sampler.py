@@ -74,7 +74,7 @@ class SamplerRows:
     M rows of the request table, N rows that sample in the current step, J tokens that a row emits at most:
         next_ids: (1 + M, J) int64, the last sampled token, then drafts, -1 where there is none. Row M is for padding.
         table_rows: (N,) int64 rows of the request table; M in padding. The padding of other buffers is 0.
-        seeds: (N,) int64. num_drafts: (N,) int64 drafts to test. values: (N, 4) float32, see `SamplingMetadata`.
+        seeds: (N,) int64. num_drafts: (N,) int64 to test. values: (N, 4) float32 temperature, log(min_p), top_k, top_p.
         emitted: (N, J) int64 emitted tokens, -1 after the last.
         num_valid: (N,) int64 emitted tokens of the row. Unused rows keep old values of `emitted` and `num_valid`.
     """
@@ -93,7 +93,7 @@ class SamplerRows:
         self.clear()
 
     def clear(self) -> None:
-        """Stage no rows, and clear the emitted tokens."""
+        """Write a step without sampling rows to the buffers, and clear the emitted tokens."""
         self.emitted.fill_(-1)
         self.num_valid.fill_(1)
         nothing = np.zeros(0, np.int64)

@@ -203,7 +203,7 @@ class Sampler:
         return not (others or self.rules.concern(rows, num_output_tokens))
 
     def values_of(self, rows: Int64s) -> tuple[Int64s, Float32s]:
-        """Return seeds (R,) of these requests, and the values (R, 4) of their `SamplingMetadata`."""
+        """Return seeds (R,) of these requests, and their temperature, log(min_p), top_k and top_p (R, 4)."""
         return self._seeds[rows], self._values[rows, :_REPETITION]
 
     def all_greedy(self, rows: Int64s) -> bool:

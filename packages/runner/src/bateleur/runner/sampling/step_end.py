@@ -63,14 +63,14 @@ class SampleStepProducer:
         return self._forward_states.generation
 
     def stage(self, key: BatchExecutionDescriptor, phase: Phase) -> StagedBatch[ForwardState]:
-        """Stage a dummy step without sampling requests."""
+        """Stage a dummy step for graph `key`, without sampling requests. phase: run, warm-up or capture."""
         forward_step = self._forward_states.stage(replace(key, variant=()), phase)
         outputs = self._forward.replay(replace(key, variant=()), forward_step)
         self._sampler.rows.clear()
         return self._after(key, forward_step, outputs, phase)
 
     def fuzz(self, key: BatchExecutionDescriptor, seed: int) -> StagedBatch[ForwardState]:
-        """Stage a random step; for an engine without requests."""
+        """Stage a random step for graph `key`; for an engine without requests."""
         forward_step = self._forward_states.fuzz(replace(key, variant=()), seed)
         outputs = self._forward.replay(replace(key, variant=()), forward_step)
         self._randomize(key, forward_step.state, outputs[0], seed)
@@ -83,7 +83,7 @@ class SampleStepProducer:
     def _after(
         self, key: BatchExecutionDescriptor, step: StagedStep, outputs: tuple[Tensor, ...], phase: Phase
     ) -> StagedBatch[ForwardState]:
-        """Return the input of the graph that runs after the forward pass of `step`. outputs: results of that pass."""
+        """Return the input of graph `key`, which runs after the forward pass of `step`, from that pass's `outputs`."""
         return StagedBatch(key, ForwardState(step.state, outputs[:1]), step.generation, step.signature)
 
     def addresses(self) -> Mapping[str, int]:
@@ -175,8 +175,8 @@ class SampleStep:
         capture_graphs(self.manager, steps, self._body, self.sampler.model.peers, "no graph of the end")
 
     def run(self, batch: StepBatch, staged: StagedStep, hidden_TD: Tensor, allowed: Tensor | None) -> SampledStep:
-        """End a staged step after its forward pass. allowed: see `GrammarMasks.allowed`.
-        Raises ReplayFailed if the graph failed; its key runs eagerly from then on.
+        """End a staged step after its forward pass. allowed: mask from `GrammarMasks.allowed`.
+        Raises ReplayFailed if the step's graph failed; later steps with the same key run eagerly.
         """
         sampler = self.sampler
         reason = self._reason(batch, staged, allowed)
@@ -194,7 +194,7 @@ class SampleStep:
         return ended
 
     def replay(self, staged: StagedStep, hidden_TD: Tensor, kind: str) -> Tensor:
-        """Sample and commit with a graph; return `SampledStep.packed`. kind: see `record`. Raises ReplayFailed."""
+        """Sample and commit with a graph; return `SampledStep.packed`. kind: one of `KINDS`. Raises ReplayFailed."""
         assert self.manager is not None
         assert staged.key is not None
         key = replace(staged.key, variant=(kind,))

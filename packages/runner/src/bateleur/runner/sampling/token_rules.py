@@ -53,7 +53,7 @@ class TokenRules:
     def admit(
         self, row: int, params: SamplingParams, output: Sequence[int], stops: Sequence[int], words: Words
     ) -> None:
-        """Set the token rules of table row `row` for a request; see `Sampler.admit` for the arguments."""
+        """Set the rules of table row `row`. output: generated tokens. stops: stop ids. words: ids of each bad word."""
         self.release(row)
         if params.min_tokens and stops:
             self._min_tokens[row] = params.min_tokens

@@ -118,9 +118,8 @@ class StepBatch:
     def step_rows(
         self, table: RequestTable, sampled_ids: Tensor | None, num_computed_device: Tensor | None
     ) -> StepRows:
-        """Return the step's rows (requests) for `InputBuffers`. If the batch repeats, only lengths and ids are new.
-        sampled_ids: ids of the decoding requests on the device. num_computed_device: (R,) exact lengths, if `is_exact`
-        is not None.
+        """Return the requests of the step as rows for `InputBuffers`. sampled_ids: input ids of decoding requests, on
+        the device. num_computed_device: (R,) exact numbers of computed tokens, if `is_exact` is not None.
         """
         return StepRows(
             query_lens=self.query_lens,

@@ -98,7 +98,7 @@ class Answer:
 async def render_prompt(service: Service, parsed: ChatRequest) -> tuple[ChatRequest, ChatPrompt]:
     """Return the request with the server's template options (`with_options`), and its prompt.
 
-    Raises HTTPException if the template refuses it.
+    Raises HTTPException for an unknown model, or if the chat template refuses the conversation.
     """
     service.adapter_of(parsed.model)
     parsed = with_options(parsed, service.config)

@@ -38,5 +38,5 @@ class JSONText(Response):
     media_type = "application/json"
 
     def render(self, content: Any) -> bytes:
-        """Encode the content."""
+        """Encode the content as one line of JSON."""
         return dumps(content)

@@ -105,7 +105,7 @@ def split(
     """Split a body into the fields of `fields`, which are checked here, and sampling parameters, which are not.
 
     A null counts as absent. Unknown fields are ignored and logged. Raises ValueError for an invalid value of a field in
-    `fields` or `REFUSED`, and for unknown fields if `strict`.
+    `fields`, for a value that needs an unsupported feature (`REFUSED`), and for unknown fields if `strict`.
     """
     given = {name: value for name, value in mapping("the body", body).items() if value is not None}
     given = drop_unsupported(REFUSED, given, keep=fields)

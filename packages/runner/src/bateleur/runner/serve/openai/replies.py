@@ -1,9 +1,4 @@
-"""Reply bodies and stream chunks in OpenAI's format, from the outputs of the engine.
-
-token_ids: tokens of a reply or chunk. logprobs: for each token, the log probabilities at its position, including its
-own. num_top: number of most likely tokens to report; -1 for all that the engine returned.
-as_ids: write tokens as token_id:ID. head: first fields of a reply, from `reply_head`. decode: decoder for token texts.
-"""
+"""Reply bodies and stream chunks in OpenAI's format, from the outputs of the engine."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -60,7 +55,7 @@ class Usage:
 def completion_reply(
     parsed: CompletionRequest, outputs: Sequence[RequestOutput], head: Mapping[str, Any], decode: TokenText
 ) -> dict[str, Any]:
-    """Return the reply to a body of `/v1/completions`. head: from `reply_head`. decode: for token texts.
+    """Return the reply to a body of `/v1/completions`. head: from `reply_head`. decode: decodes token ids.
 
     outputs: final outputs in the order of the prompts.
     """
@@ -86,9 +81,8 @@ def completion_choice(
     first: bool = True,
     offset: int = 0,
 ) -> dict[str, Any]:
-    """Return one choice of a reply or chunk of `/v1/completions`. decode: for token texts.
+    """Return choice number `index` of a reply or chunk of `/v1/completions`. decode: decodes token ids.
 
-    index: `index` of the choice.
     first: whether this is the choice's first or only chunk, which has the fields of the prompt.
     offset: characters in earlier chunks, for `text_offset`.
     """
@@ -128,7 +122,7 @@ def chat_reply(
     usage: Usage,
     decode: TokenText,
 ) -> dict[str, Any]:
-    """Return the reply to a body of `/v1/chat/completions`. head: from `reply_head`. decode: for token texts.
+    """Return the reply to a body of `/v1/chat/completions`. head: from `reply_head`. decode: decodes token ids.
 
     events: all events of each continuation (one of `n`).
     """
@@ -149,7 +143,7 @@ def chat_choice(
     *,
     first: bool | None = None,
 ) -> dict[str, Any]:
-    """Return one choice of a reply or chunk of `/v1/chat/completions`. decode: for token texts.
+    """Return one choice of a reply or chunk of `/v1/chat/completions`. decode: decodes token ids.
 
     first: whether this is the first chunk of the choice; None for a whole reply.
     """
@@ -229,7 +223,7 @@ def request_metrics(output: RequestOutput) -> dict[str, float | None] | None:
 def prompt_fields(
     parsed: APIRequest, output: RequestOutput, decode: TokenText, *, logprobs: bool = True
 ) -> dict[str, Any]:
-    """Return the requested fields of the prompt: token ids, token texts (by `decode`) and log probabilities."""
+    """Return the requested fields of the prompt: token ids and texts (by `decode`), log probabilities if `logprobs`."""
     fields: dict[str, Any] = {"prompt_token_ids": None, "prompt_logprobs": None}
     if parsed.return_token_ids:
         ids = output.prompt_token_ids
@@ -248,9 +242,11 @@ def completion_logprobs(
     beginning: str = "",
     as_ids: bool = False,
 ) -> dict[str, Any]:
-    """Return `logprobs` of `/v1/completions`: the most likely tokens, and the token itself. Parameters: see the module.
+    """Return `logprobs` of `/v1/completions`, for each token of a reply or chunk.
 
-    logprobs: None for a prompt's first token. beginning: text of that token. offset: characters before `token_ids`.
+    logprobs: for each token, log probabilities at its position by token id; None for a prompt's first token.
+    num_top: number of most likely tokens to report; -1 for all in `logprobs`. as_ids: write tokens as token_id:ID.
+    beginning: text of a prompt's first token. offset: characters before `token_ids`.
     """
     tokens: list[str] = []
     chosen: list[float | None] = []
@@ -269,7 +265,8 @@ def completion_logprobs(
 def _top_logprobs(position: Mapping[int, Logprob], token: int, num_top: int, as_ids: bool) -> dict[str, float]:
     """Return log probabilities by the text or bytes of tokens; of equal texts, the most likely one counts.
 
-    position: log probabilities by token id. token: always included. Other parameters: see the module.
+    position: log probabilities by token id. num_top: most likely tokens to return, -1 for all; `token` always is.
+    as_ids: use token_id:ID instead of the text.
     """
     entry: dict[str, float] = {}
     for i, each in enumerate(sorted(position, key=lambda each: position[each].rank)):
@@ -282,7 +279,9 @@ def _top_logprobs(position: Mapping[int, Logprob], token: int, num_top: int, as_
 def chat_logprobs(
     token_ids: Sequence[int], logprobs: Sequence[Mapping[int, Logprob]], num_top: int, *, as_ids: bool = False
 ) -> dict[str, Any]:
-    """Return `logprobs` of `/v1/chat/completions`. Parameters: see the module."""
+    """Return `logprobs` of `/v1/chat/completions`. logprobs: for each token, those at its position by token id.
+    num_top: number of most likely tokens to report; -1 for all in `logprobs`. as_ids: write tokens as token_id:ID.
+    """
 
     def entry(token: int, position: Mapping[int, Logprob]) -> dict[str, Any]:
         known, text = position[token], _text(position[token])

@@ -18,7 +18,7 @@ Names: TypeAlias = Mapping[str, str]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class APIRequest:
-    """Base class of parsed request bodies: sampling parameters, and the fields that `COMMON` describes.
+    """Base class of parsed request bodies: sampling parameters, and the fields of both APIs (`COMMON`).
 
     include_usage, continuous_usage: from `stream_options`: report the usage in the last chunk, or in every chunk.
     names: names of fields in the client's API, by their names in chat completions. Errors use the client's names.
@@ -159,10 +159,10 @@ def _template_variables(own: Body) -> dict[str, Any]:
 
 
 def _common(kind: type[APIRequest], own: Body, sampling: Body, grammar: str, names: Names) -> dict[str, Any]:
-    """Return the fields of `kind` that the body has under the same names, and those of `APIRequest`.
+    """Return constructor arguments of `kind`: body fields with the same names, and the fields of `APIRequest`.
 
-    sampling: sampling parameters, defaults included. own: other fields of the body. names: see `APIRequest`.
-    grammar: field that errors of `structured_outputs` name. If the body has a `response_format`, they name that field.
+    sampling: sampling parameters, defaults included. own: other fields of the body. names: as in `APIRequest`.
+    grammar: field that errors of `structured_outputs` name; if the body has a `response_format`, they name that field.
     """
     if (form := own.get("response_format")) is not None:
         if sampling.get("structured_outputs") is not None:

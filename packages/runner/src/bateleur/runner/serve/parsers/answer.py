@@ -26,7 +26,7 @@ class AnswerParser:
         """opened: whether the prompt has opened the reasoning; None leaves reasoning in the content.
 
         calls: format of tool calls; None leaves them in the content. table: tags that are single tokens.
-        make_id: see `Calls`.
+        make_id: creates ids for tool calls without an id from the model.
         """
         self._opened, self._format = opened, calls
         self._calls = None if calls is None else Calls(calls, self._report, make_id)
