@@ -1,4 +1,4 @@
-"""Required form of a request's text, one of six, with vLLM's names."""
+"""Required form of a request's output: JSON, regex, choice, grammar or structural tag, with vLLM's names."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _bounded(name: str, value: Any) -> str:
 
 
 def _json_object(kind: str) -> Check:
-    """Return a check that accepts an object or JSON text of one, and returns JSON text. kind: name in errors."""
+    """Return a check that accepts a JSON object, as mapping or text, and returns its text. kind: name in errors."""
     rule = f"{kind}: an object, or JSON text of one"
 
     def check(name: str, value: Any) -> str:
@@ -62,7 +62,7 @@ def _choice(name: str, value: Any) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StructuredOutputsParams(Checked):
-    """Required form of a request's text. Immutable. Raises ValueError unless exactly one of the six forms is given.
+    """Required form of a request's output. Immutable. Raises ValueError unless exactly one form is given.
     The forms are all fields except `disable_any_whitespace`.
     """
 
@@ -91,7 +91,7 @@ class StructuredOutputsParams(Checked):
 
     @property
     def form(self) -> str:
-        """The form that is given, one of `FORMS`."""
+        """Name of the form that is given, one of `FORMS`."""
         return next(name for name in FORMS if getattr(self, name))
 
 

@@ -73,7 +73,7 @@ class Server(uvicorn.Server):
         self._service, self._ready = service, ready
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Wait for running requests; abort the rest after the timeout, so that every stream gets a last event."""
+        """Wait for running requests; abort them after `shutdown_timeout`, so that every stream gets a last event."""
         end = asyncio.create_task(self._abort_after_timeout())
         try:
             await super().shutdown(sockets)
@@ -85,7 +85,7 @@ class Server(uvicorn.Server):
         await self._service.llm.close()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Start, then call `ready`."""
+        """Start to accept connections, then call `ready`."""
         await super().startup(sockets)
         if self.started:
             self._ready()

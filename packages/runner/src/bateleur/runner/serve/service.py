@@ -48,7 +48,7 @@ class Service:
         self.stopping = False
 
     def with_server_options(self, parsed: A) -> A:
-        """Return the request with the server's options for usage and token ids applied."""
+        """Return the request with the options `enable_force_include_usage` and `return_tokens_as_token_ids` applied."""
         config = self.config
         return replace(
             parsed,
@@ -57,7 +57,7 @@ class Service:
         )
 
     def adapter_of(self, name: str | None) -> LoRARequest | None:
-        """Return the LoRA adapter that `model` names; None for the base model. Raises HTTPException for others."""
+        """Return the LoRA adapter `name`; None for the base model or no name. Raises HTTPException for other names."""
         if name is not None and name in self.adapters:
             return self.adapters[name]
         try:
@@ -68,7 +68,7 @@ class Service:
         return None
 
     def reply_model(self, name: str | None) -> str:
-        """Return the model name in the reply to a request that names this model."""
+        """Return the model name for a reply: the name of an adapter, or the first name of the base model."""
         return self.names[0] if name is None or name in self.names else name
 
     def _check_name(self, name: str) -> None:

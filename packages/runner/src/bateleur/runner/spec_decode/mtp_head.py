@@ -102,7 +102,7 @@ class MtpHead:
             projection.pack(recorded=recorded)
 
     def fuse(self, features: Sequence[Tensor]) -> Tensor:
-        """Return the target's final hidden states (T, M) as input of the head."""
+        """Return `features[0]`, the target's final hidden states (T, M), in the target's dtype."""
         return features[0].to(self._target.dtype)
 
     def reserve_positions(self, num_positions: int) -> None:

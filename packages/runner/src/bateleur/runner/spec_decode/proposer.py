@@ -232,9 +232,9 @@ class Proposer:
             )
 
     def _next_lengths(self, batch: StepBatch, greedy: bool) -> tuple[Int32s, bool]:
-        """Return how many drafts each request gets next (R,), and whether the policy withheld possible drafts.
-        Requests in the middle of a prompt get 0. A preempted request gets the same number again, because its tokens
-        depend on the number under the acceptance rules RATIO and BLOCK.
+        """Return how many drafts each request gets next (R,), and whether the policy chose 0 for all when drafts were
+        possible. Requests in the middle of a prompt get 0. A preempted request gets the same number again, because its
+        tokens depend on the number under the acceptance rules RATIO and BLOCK. greedy: see `Proposal`.
         """
         table, (_, rows_S), k = self._table, batch.sampled, self.drafter.num_speculative_tokens
         most = table.num_useful_drafts(rows_S, self._longest, k, at_least_one=True)

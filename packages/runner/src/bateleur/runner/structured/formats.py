@@ -37,11 +37,11 @@ def tagged(begin: str, content: Format, end: str) -> Format:
 
 
 def listed(tags: Sequence[Format], separator: str, *, once: bool) -> Format:
-    """Build a format that accepts one or more of these tags with `separator` between them; only one if `once`."""
+    """Build a format that accepts one or more of these `tagged` formats, separated by `separator`; one if `once`."""
     kinds = {"at_least_one": True, "stop_after_first": once}
     return {"type": "tags_with_separator", "tags": tags, "separator": separator, **kinds}
 
 
 def triggered(tags: Sequence[Format], triggers: Sequence[str]) -> Format:
-    """Build a format that accepts free text in which each trigger starts one of these tags."""
+    """Build a format that accepts free text in which each trigger text must start one of these `tagged` formats."""
     return {"type": "triggered_tags", "triggers": triggers, "tags": tags}

@@ -21,7 +21,7 @@ SPECIAL = b"\xff"
 
 
 class _Tokens:
-    """A vocabulary with the tokenizer interface from which llguidance creates its own."""
+    """A vocabulary with the interface of the tokenizers that llguidance converts to `LLTokenizer`."""
 
     is_tokenizer_wrapper = True
     bos_token_id = None

@@ -20,7 +20,7 @@ class CompiledGrammar:
     """A compiled grammar over a vocabulary. num_words: number of 32-bit words in a token mask."""
 
     def __init__(self, vocabulary: LLTokenizer, eos_token_ids: frozenset[int], source: str) -> None:
-        """Raises ValueError if the grammar is over the limits, or if these tokens can't form any matching text."""
+        """Raises ValueError if `source` is invalid or exceeds `parser_limits`, or if no tokens form a valid text."""
         self._vocabulary, self._source, self.eos_token_ids = vocabulary, source, eos_token_ids
         self.num_words = -(-vocabulary.vocab_size // 32)
         self._parser = self.compile()

@@ -25,7 +25,7 @@ _END_OF_PARAMETER = "\n</parameter>\n"
 
 @dataclass(frozen=True, slots=True)
 class TagTokens:
-    """Tokens of a model that are markup, not text: tags, special tokens and end-of-sequence tokens."""
+    """Ids of tokens that are markup, not text: tags such as <think>, special tokens and end-of-sequence tokens."""
 
     tags: Mapping[str, int]
     """Ids of tags by their text: special tokens, and added tokens in the form of a tag."""

@@ -101,7 +101,7 @@ class IncrementalDetokenizer:
         return self._release(fresh)
 
     def _note_tag(self, token_id: int, shown: str, fresh: str) -> None:
-        """Record the position of the token if it is a tag. Its text `shown` is the end of the new text `fresh`."""
+        """If `tags` has the token, record its position in the text. Its own text `shown` ends the new text `fresh`."""
         if token_id in self._tags and fresh.endswith(shown):
             end = self._text.tell() + len(self._held) + len(fresh)
             self._found.append(TextTag(end - len(shown), end, token_id))

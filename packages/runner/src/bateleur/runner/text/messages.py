@@ -41,7 +41,7 @@ def checked_messages(messages: object) -> list[dict[str, Any]]:
 
 
 def checked_tools(tools: object) -> list[dict[str, Any]] | None:
-    """Return the functions that the model may call, or None. Raises ValueError that names the place of an error."""
+    """Return the tools that the model may call; None if there are none. Raises ValueError that names a wrong field."""
     if tools is None:
         return None
     listed = _sequence("tools", tools, "a list of tools, or None")
@@ -94,7 +94,7 @@ def _normalise(name: str, message: dict[str, Any], *, asked: bool) -> None:
 def _content(name: str, content: object, message: dict[str, Any], *, asked: bool) -> str:
     """Return a content as one text. Parts are joined with newlines, as vLLM does.
 
-    name: path of the content in errors. asked: whether content that is not text raises ValueError, see `_normalise`.
+    name: path of the content in errors. message: receives reasoning, see `_part`. asked: see `_normalise`.
     """
     if content is None:
         return ""

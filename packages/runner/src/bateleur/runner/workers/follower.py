@@ -99,8 +99,8 @@ class Follower:
     def _with_members(self, group: RequestGroup) -> RequestGroup:
         """Create the requests of a group, one per continuation, and return the group.
 
-        A data-parallel rank sends its outputs to the first rank. The outputs of another rank are not used, so the group
-        is a copy with only final outputs. It is detokenized only if it has stop strings, which can end a request.
+        A data-parallel rank sends its outputs to the first rank. Otherwise the outputs are not used, so the group is
+        a copy with only final outputs. It is detokenized only if it has stop strings, which can end a request.
         """
         if not self._data_parallel:
             params = group.params if group.params.stop else replace(group.params, detokenize=False)

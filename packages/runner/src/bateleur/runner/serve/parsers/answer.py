@@ -67,7 +67,7 @@ class AnswerParser:
         return events
 
     def feed(self, text: str, tags: Sequence[TextTag] = ()) -> list[Event]:
-        """Parse the next text, with the positions of its tags. Returns the events that later text can't change."""
+        """Parse more text; `tags`: tokens in it such as <think>. Returns the events that later text can't change."""
         marked = self._table.mark(text, tags)
         for at in range(0, len(marked), _LONGEST_PIECE):
             self._source.text += marked[at : at + _LONGEST_PIECE]
@@ -144,7 +144,7 @@ class AnswerParser:
                 yield
 
     def _wait_for_end(self) -> Parse[int]:
-        """Return the position of the end tag of the reasoning; -1 if there is none."""
+        """Wait for the end tag of the reasoning and return its position; -1 if the answer ends without it."""
         source, at = self._source, 0
         while (found := source.text.find(self._end, at)) < 0:
             if source.final:

@@ -1,4 +1,4 @@
-"""Events: the parts of an answer, in order. Joined, the events of a stream equal those of the whole answer."""
+"""Events: the parts of an answer, in order. `merged` makes those of a stream equal to those of the whole answer."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

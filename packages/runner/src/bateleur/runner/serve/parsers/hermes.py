@@ -304,7 +304,7 @@ class Qwen3Coder(Hermes):
 
     @classmethod
     def triggers(cls, functions: Sequence[Function]) -> list[str]:
-        """Return the texts that start a call: <tool_call>, and <function=NAME> for these names. Others are text."""
+        """Return the texts that start a call: <tool_call>, and <function=NAME> for each name in `functions`."""
         return ["<tool_call>", *(f"{FUNCTION}{each.name}>" for each in functions)]
 
 

@@ -45,7 +45,7 @@ MAY_KEYWORD = re.compile(r"[A-Za-z_]\w{0,200}\s*=?\s*$")
 
 
 def read_calls(source: Source, at: int, calls: Calls) -> Parse[bool]:
-    """Consume call objects, or a list of them, at `at`. If no call begins there, return False and consume nothing."""
+    """Consume JSON calls, or a list of them, at position `at`. If there are none, return False and consume nothing."""
     found = False
     at = yield from skip_space(source, at)
     listed = source.text[at : at + 1] == "["
@@ -64,7 +64,7 @@ def read_calls(source: Source, at: int, calls: Calls) -> Parse[bool]:
 
 
 def _read_call(source: Source, at: int, calls: Calls) -> Parse[bool]:
-    """Consume the call at `at`. If the object there is not an allowed call, return False and consume nothing."""
+    """Consume the JSON object at position `at`. If it is not an allowed call, return False and consume nothing."""
     name, arguments = "", ""
     member = yield from _next_member(source, at + 1)
     while member.key is not None:
@@ -97,7 +97,7 @@ def _read_call(source: Source, at: int, calls: Calls) -> Parse[bool]:
 
 
 class _Member(NamedTuple):
-    """A member of a JSON object: its key (None after the last one), key positions, and start of the value."""
+    """A member of a JSON object, with positions in the text. If no member follows, the key is None."""
 
     key: str | None
     start: int
@@ -139,7 +139,7 @@ def _as_object(value: str) -> str:
 
 
 def _skip_members(source: Source) -> Parse[None]:
-    """Consume the rest of an object after its arguments."""
+    """Consume the members of a call after its arguments, and the closing brace of the call."""
     at = yield from skip_space(source, 0)
     while source.text[at : at + 1] == ",":
         at = yield from value_end(source, at + 1)
@@ -177,7 +177,7 @@ def read_object(source: Source, writer: ArgumentsWriter) -> Parse[None]:
 
 
 def _read_key(source: Source, at: int) -> Parse[tuple[str | None, int]]:
-    """Parse a key with or without quotes. Returns the key, or None, and the position after it."""
+    """Parse a key with or without quotes. Returns the key, or None if there is none, and the position after the key."""
     first = source.text[at : at + 1]
     if first and first in _QUOTES:
         end = yield from _string_end(source, at + 1, first, _ENDS_KEY)
@@ -247,7 +247,7 @@ def _read_string(source: Source, writer: ArgumentsWriter) -> Parse[bool]:
 
 
 def skip_end_tags(source: Source, at: int, writer: ArgumentsWriter) -> Parse[int]:
-    """Return the position after the call's end tags at `at`; `at` if there are none. writer: has the end tags."""
+    """Return the position after the end tags (`writer.end_tags`) at position `at`; `at` itself if there are none."""
     while at < len(source.text):
         start, tag = writer.end_tags.first(source, at)
         if start > at or (not tag and source.final):

@@ -56,7 +56,7 @@ _CALLS_IN_TEMPLATE = (
 def tool_parser_of(template: str, tags: Collection[str]) -> str | None:
     """Return the tool parser for a chat template; None if the template has no tools, or their format is unknown.
 
-    tags: tag tokens of the tokenizer. LFM2 is recognised by them if its template does not contain its tags.
+    tags: tokens such as <think>. With <|tool_call_start|> the parser is lfm2 if the template shows no known format.
     """
     if "tools" not in template:
         return None
@@ -79,7 +79,7 @@ def _template(name: str, value: Any) -> str:
 
 
 def _parser(names: Collection[str], aliases: Mapping[str, str]) -> Check:
-    """Return a check of a parser name, which resolves aliases. A value of None means `none`."""
+    """Return a check that accepts `names`, aliases, auto and none. Aliases are replaced by names, and None by none."""
     names_of = {alias: name for name, others in aliases.items() for alias in others.split()}
     check = OneOf((AUTO, NONE, *names, *names_of))
 
@@ -109,10 +109,10 @@ class ParserOptions(Checked):
 
 
 def selected_parsers(options: ParserOptions, template: Any, tags: Collection[str]) -> tuple[str | None, str | None]:
-    """Return the names of the tool call parser and the reasoning parser, each None if nothing is parsed.
+    """Return the names of the tool call parser and the reasoning parser; None for `none`, or if `auto` finds none.
 
-    `auto` in the options selects by the template. template: chat template of the checkpoint, or several by name, which
-    count as one text. `chat_template` of the options replaces it. tags: tag tokens of the tokenizer.
+    `auto` searches the chat template of the options, else `template`: the checkpoint's, or a mapping with several.
+    tags: the tokenizer's special tokens and other tokens in the form of a tag, such as <think>.
     """
     named = template.values() if isinstance(template, Mapping) else [template]
     text = options.chat_template or "\n".join(each for each in named if isinstance(each, str))

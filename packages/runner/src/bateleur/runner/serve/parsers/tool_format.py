@@ -49,7 +49,7 @@ class ToolFormat:
     """Text before, between and after calls, if one pair of tags encloses several calls."""
 
     def __init__(self, tools: Tools, max_calls: int | None = None, table: TagTable | None = None) -> None:
-        """max_calls: maximum number of calls in an answer; None for no limit. table: tags that are single tokens."""
+        """tools: of the request. max_calls: maximum per answer; None: no limit. table: tags that are single tokens."""
         self.tools, self.max_calls = tools, max_calls
         self.table = TagTable() if table is None else table
         self.start_tags = tuple(map(self.table.marker, self.START_TAGS))
@@ -66,9 +66,9 @@ class ToolFormat:
 
     @classmethod
     def call_tags(cls, functions: Sequence[Function], *, once: bool) -> list[Format]:
-        """Return grammars of calls of these functions, each in the form of a structural tag's `tag`.
+        """Return grammars (`tagged`) for calls of these functions. once: allow only one call in an answer.
 
-        Each begins with one of `triggers`, if there are any. once: allow only one call in an answer.
+        Each grammar starts with one of `triggers`, unless the format has BARE_STARTS.
         """
         begin, arguments, end = cls.CALL
         calls = [tagged(_with_name(begin, each.name), arguments(each.schema), end) for each in functions]
@@ -129,7 +129,7 @@ class Calls:
         return ArgumentsWriter(write, self._schemas[name], self._end_tags)
 
     def add_content(self, text: str) -> None:
-        """Emit text between the parts of a call as content."""
+        """Emit text inside a call, but outside of its parameters, as content."""
         self._emit(Content(self._table.unmark(text)))
 
 
@@ -166,5 +166,5 @@ class ArgumentsWriter:
         self.write(as_string(text)[1:-1])
 
     def close(self, before: str = "") -> None:
-        """End the object. before: white space before its closing brace."""
+        """End the JSON object. before: white space before its closing brace."""
         self.write((before if self.keys else "{") + "}")

@@ -82,7 +82,7 @@ def as_json(text: str, types: frozenset[str]) -> str:
 
 
 def literal_as_json(text: str, types: frozenset[str]) -> str:
-    """Convert a JSON or Python literal to JSON, of one of these types if possible."""
+    """Convert a JSON or Python literal to JSON, of one of `types` if possible; any other text as `as_json` does."""
     try:
         written = literal(text)
     except ValueError:
@@ -173,7 +173,7 @@ def _repaired(text: str, *, whole: bool) -> str:
 
 
 def _close(parts: list[str], bracket: str) -> None:
-    """Append a closing bracket, and replace a missing last value by null."""
+    """Append a closing bracket to JSON tokens, without a comma before it. A missing last value becomes null."""
     while parts and (parts[-1].isspace() or parts[-1] == ","):
         parts.pop()
     if parts and parts[-1] == ":":

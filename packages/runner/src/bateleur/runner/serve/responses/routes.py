@@ -42,7 +42,7 @@ def router(service: Service) -> APIRouter:
 
 
 def _page(items: list[Item], limit: str, order: str, after: str | None) -> Item:
-    """Return up to `limit` items after the item with the id `after`, as a list object of OpenAI's API."""
+    """Return up to `limit` items after the id `after`, asc or desc, as OpenAI's list object. ValueError if invalid."""
     if not (limit.isdecimal() and len(limit) < 4 and 1 <= int(limit) <= 100):
         refuse("limit", limit, "1 to 100")
     if order not in ("asc", "desc"):
