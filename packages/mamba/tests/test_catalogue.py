@@ -61,28 +61,33 @@ def i32(*values: int) -> Tensor:
 
 
 class Groups:
-    """Staged batches of two Mamba groups: blocks of 4 and of 16 tokens, 2 drafts, tables of their own."""
+    """Staged batches of two Mamba groups with 2 drafts: blocks of 4 and of 16 tokens. A table of request rows follows
+    the table of each group.
+    """
 
     def __init__(self) -> None:
         self.layouts = [CacheLayout(ALL, size, 2, MAX_LEN) for size in (4, 16)]
-        kinds = [KVCacheGroup(kind.block_size, kind.columns(), has_slots=False) for kind in self.layouts]
+        widths = [(kind.block_size, width) for kind in self.layouts for width in (kind.columns(), 1)]
+        kinds = [KVCacheGroup(size, width, has_slots=False) for size, width in widths]
         self.buffers = InputBuffers(BatchLimits(8, 128, MAX_LEN), kinds, "cpu")
         self.buffers.poison()
-        self.builders = [MambaMetadataBuilder(kind, 4, 8, "cpu") for kind in self.layouts]
+        self.builders = [MambaMetadataBuilder(kind, 4, 8, "cpu", RequestStates(9, "cpu")) for kind in self.layouts]
 
     def stage(self, rows: list[tuple[int, int, bool]], first: int = 100) -> CommonAttentionMetadata:
         """rows: (query_len, computed, is_prefilling); row r of group g owns slots from first * (1 + g) * (1 + r) on."""
         lens, computed, prompt = (np.array(column) for column in zip(*rows, strict=True))
+        row = 1 + np.arange(len(rows), dtype=np.int32)[:, None]
         tables = tuple(
-            (first * (1 + g) * (1 + np.arange(len(rows))[:, None]) + np.arange(kind.columns())).astype(np.int32)
+            table
             for g, kind in enumerate(self.layouts)
+            for table in (first * (1 + g) * row + np.arange(kind.columns(), dtype=np.int32), row)
         )
         ids = np.zeros(int(lens.sum()), np.int32)
         step = StepRows(lens.astype(np.int32), computed.astype(np.int32), prompt.astype(bool), ids, tables)
         return self.buffers.stage(step, BatchShape.of(len(rows), len(ids), int(lens.max())))
 
     def build(self, batch: CommonAttentionMetadata, group: int) -> MambaMetadata:
-        return self.builders[group].build(batch, group)
+        return self.builders[group].build(batch, 2 * group)
 
 
 def as_lists(meta: MambaMetadata) -> dict[str, object]:

@@ -90,6 +90,8 @@ def test_bad_plans_are_refused():
         MambaMetadataBuilder(layout(), 0, 16, "cpu")
     with pytest.raises(ValueError, match="max_num_reqs is 0"):
         MambaMetadataBuilder(layout(), 4, 0, "cpu")
+    with pytest.raises(ValueError, match="states is None; the policy 'fold' and draft tokens need RequestStates"):
+        MambaMetadataBuilder(layout(2), 4, 16, "cpu")
 
 
 class Stage:
@@ -155,7 +157,10 @@ def test_mixed_batch():
 
 @pytest.mark.parametrize("drafts", [0, 2])
 def test_the_builders_slots_are_the_plans(drafts):
-    stage, builder = Stage(drafts), MambaMetadataBuilder(layout(drafts), 4, 16, "cpu")
+    """With drafts, the accepted tokens of the last step are those of `states`: one for new requests."""
+    states = RequestStates(17, "cpu") if drafts else None
+    stage = Stage(drafts, states=drafts > 0)
+    builder = MambaMetadataBuilder(layout(drafts), 4, 16, "cpu", states)
     decodes = [(1, 9, False), (1, 4, True), (1, 1, False)]
     for rows, pad in ((LARGE, 2), (decodes, 3), ([(1, 0, True)], 0), ([*decodes, (5, 0, True)], 1), (decodes, 0)):
         batch = stage(rows, pad_reqs=pad, pad_tokens=pad)

@@ -80,4 +80,4 @@ def test_m11_pages_inside_a_prompt_that_ends_anywhere():
 @pytest.mark.parametrize("size", [0, -4, 2.5])
 def test_bad_chunks_are_refused(size):
     with pytest.raises(ValueError, match=f"chunk_size is {size}; it must be"):
-        MambaMetadataBuilder(CacheLayout(ALL, 16, 2, 64), size, 4, "cpu")
+        MambaMetadataBuilder(CacheLayout(ALL, 16, 0, 64), size, 4, "cpu")

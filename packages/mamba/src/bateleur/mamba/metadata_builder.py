@@ -40,7 +40,8 @@ class MambaMetadataBuilder:
             in padded rows.
         prompt_scan: kernels to scan prefills. `MambaMetadata.prefill_chunks.prompt_scan` has those that a step uses.
 
-    Raises ValueError for a chunk size or a row count below 1, and for the state policy FOLD without `states`.
+    Raises ValueError for a chunk size or a row count below 1, and for the state policy FOLD or draft tokens without
+    `states`.
     """
 
     reads: frozenset[str] = frozenset({
@@ -55,8 +56,8 @@ class MambaMetadataBuilder:
     ) -> None:  # fmt: skip
         if max_num_reqs < 1:
             raise ValueError(f"max_num_reqs is {max_num_reqs}; it must be at least 1")
-        if layout.policy is StatePolicy.FOLD and states is None:
-            raise ValueError("states is None; the policy 'fold' needs RequestStates")
+        if states is None and (layout.policy is StatePolicy.FOLD or layout.num_speculative_tokens):
+            raise ValueError("states is None; the policy 'fold' and draft tokens need RequestStates")
         self.layout = layout
         self.states = states
         self.graph_support = self.supports(layout.num_speculative_tokens)
