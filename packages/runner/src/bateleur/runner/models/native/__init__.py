@@ -21,7 +21,7 @@ _NAMES = {
 }
 """Kernels by dtype of tokens and of the packed matrix."""
 _SIGNATURES = (*((name, "=plllpppli") for name in _NAMES.values()), ("panel_width", "p"))
-_kernels = partial(kernels, Path(__file__).parent / "linear.c", _SIGNATURES)
+_kernels = cache(partial(kernels, Path(__file__).parent / "linear.c", _SIGNATURES))
 
 
 def packs(weight: Tensor) -> bool:

@@ -1,7 +1,7 @@
 """C kernels (`quantized.c`) of float32 tokens and int8 or int4 matrices. Shapes: see `native`; G groups of columns."""
 
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Self
 
@@ -17,7 +17,7 @@ _NAMES = {Layout.I8: "quantized_i8", Layout.I4: "quantized_i4"}
 _COLUMNS = {Layout.I8: 4, Layout.I4: 8}
 """Columns whose codes share a word."""
 _SIGNATURES = tuple((name, "=plllppplppli") for name in _NAMES.values())
-_kernels = partial(kernels, Path(__file__).parent / "quantized.c", _SIGNATURES)
+_kernels = cache(partial(kernels, Path(__file__).parent / "quantized.c", _SIGNATURES))
 _SIGNS = 0x88 - 0x100
 """Flips the highest bit of both codes of a byte, which lowers them by 8."""
 

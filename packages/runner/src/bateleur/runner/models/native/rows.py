@@ -1,7 +1,7 @@
 """C kernels for norms and activations (`norm.c`, `activation.c`), computed in float32 and rounded once."""
 
 from collections.abc import Sequence
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 import torch
@@ -11,8 +11,8 @@ from bateleur.metadata.dispatch import UNSUPPORTED, Unsupported
 from bateleur.metadata.native import kernels
 
 _HERE = Path(__file__).parent
-_rms_norm = partial(kernels, _HERE / "norm.c", (("rms_norm", "pliplfplfipipillfi"),))
-_activate = partial(kernels, _HERE / "activation.c", (("activate", "plplliiii"),))
+_rms_norm = cache(partial(kernels, _HERE / "norm.c", (("rms_norm", "pliplfplfipipillfi"),)))
+_activate = cache(partial(kernels, _HERE / "activation.c", (("activate", "plplliiii"),)))
 _FLOATS = (torch.float32, torch.bfloat16)
 _KINDS = {"relu2": 0, "silu": 1, "gelu_tanh": 2, "clamped_swiglu": 3}
 """Of activations, as `activation.c` counts them."""
