@@ -176,3 +176,22 @@ def test_copies_are_launched_before_the_memory_changes_hands() -> None:
     blocks.pool.allocate(1)
     assert seen == [[(1, KEYS[0])]]
     assert blocks.tier.has_block(KEYS[0])
+
+
+def test_as_many_evicted_rows_are_saved_as_there_is_room_for() -> None:
+    """If rows that a thread used left no room for all, none was saved."""
+    blocks = Blocks(4, 4)
+    for key in KEYS[:4]:
+        blocks.use(key)
+        blocks.leave(key)
+    blocks.level.take(KEYS[8:11])
+    size = blocks.level.rows.shape[1]
+    blocks.pool.free(blocks.pool.allocate(4))
+    assert [key for key in KEYS if blocks.tier.has_block(key)] == KEYS[3:4]
+    assert (blocks.stats.stored_bytes, blocks.stats.dropped_bytes) == (size, 3 * size)
+    blocks.level.take(KEYS[11:])
+    blocks.use(KEYS[5])
+    blocks.leave(KEYS[5])
+    blocks.pool.free(blocks.pool.allocate(4))
+    assert not any(map(blocks.tier.has_block, KEYS))
+    assert (blocks.stats.stored_bytes, blocks.stats.dropped_bytes) == (size, 4 * size)

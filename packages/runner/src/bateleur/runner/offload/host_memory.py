@@ -108,9 +108,11 @@ class OffloadedRows:
             self._pool.forget(row)
 
     def save_evicted(self, evicted: Sequence[tuple[int, Hashable]]) -> None:
-        """Save rows (device row, key) before eviction; the last ones if too many, none if held rows leave no room."""
+        """Save rows (device row, key) before eviction: the last ones, as many as there is room for."""
         new = [(number, key) for number, key in evicted if key not in self]
-        self.save(new[-len(self.rows) :])
+        num_dropped = max(len(new) - self._pool.num_free, 0)
+        self.stats.dropped_bytes += num_dropped * self.device.rows.num_bytes
+        self.save(new[num_dropped:])
 
     def save(self, new: Sequence[tuple[int, Hashable]]) -> bool:
         """Copy rows (device row, key) that host memory lacks from the device. Returns False if there is no room."""
