@@ -110,7 +110,10 @@ def test_files_take_no_more_than_the_limit_while_one_is_written(
     assert 2 * size <= most[0] <= 3 * size + 1
     assert name(8) in folder.names()
     small = DiskFolder(tmp_path / "small", LAYOUT, size - 1)
-    assert small.write(name(1), prefix(1)) == 0
+    with pytest.raises(
+        ValueError, match=f"kv_offload_disk_bytes is {size - 1}; it must be at least {size}: a file has"
+    ):
+        small.write(name(1), prefix(1))
     assert not small.names()
 
 
@@ -146,7 +149,8 @@ def test_who_writes_nothing_removes_nothing(tmp_path: Path) -> None:
     folder = DiskFolder(tmp_path, LAYOUT, None)
     reader = DiskFolder(tmp_path, LAYOUT, 0)
     folder.write(name(1), prefix(1))
-    assert reader.write(name(2), prefix(2)) == 0
+    with pytest.raises(ValueError, match="kv_offload_disk_bytes is 0"):
+        reader.write(name(2), prefix(2))
     assert reader.names() == folder.names() == {name(1)}
 
 

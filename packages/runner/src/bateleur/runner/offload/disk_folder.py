@@ -18,6 +18,7 @@ from bateleur.runner.errors import PrefixRefused
 from bateleur.runner.offload.prefix_file import Prefix, encode_prefix, read_prefix
 from bateleur.runner.offload.rows import RowLayout
 from bateleur.runner.offload.whole_file import write_whole
+from bateleur.runner.utils.arguments import refuse
 
 _NAME = re.compile(r"[0-9a-f]{8,128}\.(kv|end)\.safetensors")
 _LAYOUT = re.compile(r"[0-9a-f]{32}")
@@ -87,11 +88,15 @@ class DiskFolder:
         return {path[len(own) :] for path in self._counted if path.startswith(own)}
 
     def write(self, name: str, prefix: Prefix) -> int:
-        """Write a file; first remove least recently used ones if needed. Returns its bytes; 0 if too large to write."""
+        """Write a file; first remove least recently used ones if needed. Returns its bytes.
+
+        Raises ValueError if the file is too large for the limit, and OSError if it can't be written.
+        """
         data = encode_prefix(self._layout, prefix)
         room = len(data) * self._writers
         if room > self.limit_bytes:
-            return 0
+            rule = f"at least {room}: a file has {len(data)} bytes on each of {self._writers} ranks"
+            refuse("kv_offload_disk_bytes", self.limit_bytes, rule)
         if self._total + room > self.limit_bytes:
             self._trim(room)
         self._writes = True
