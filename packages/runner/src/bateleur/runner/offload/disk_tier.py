@@ -10,9 +10,10 @@ one rank lacks or can't read is a miss on all.
 
 import logging
 import time
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Container
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
@@ -54,11 +55,16 @@ class _Rows(NamedTuple):
     rows: list[int]
 
 
-class _Transfer(NamedTuple):
-    """A part of a prefix in one file, and the rows of host memory that a thread reads or writes for it."""
+@dataclass(slots=True, eq=False)
+class _Transfer:
+    """A part of a prefix in one file, and the rows of host memory that a thread reads or writes for it.
+
+    forgotten: whether `forget` was called for the file after the transfer started. Its result is then not used.
+    """
 
     span: FileSpan
     parts: list[_Rows]
+    forgotten: bool = False
 
     @property
     def num_bytes(self) -> int:
@@ -88,9 +94,10 @@ class DiskTier:
         )
         self._names = folder.names()  # known files
         self._bad: set[str] = set()  # unreadable files, which are not read but may be written again
-        self._spans: deque[FileSpan] = deque()
-        self._queued: set[str] = set()  # files being written or waiting to be written
-        self._writes: list[tuple[_Transfer, Future[int]]] = []
+        self._changes: dict[str, bool] = {}  # since the last scan began: files written (True) or forgotten (False)
+        # A file name is in at most one of these two. A plain dict is slow to find its first entry after many removals.
+        self._waiting: OrderedDict[str, FileSpan] = OrderedDict()  # to be written
+        self._writes: dict[str, tuple[_Transfer, Future[int]]] = {}  # being written
         self._fetches: list[tuple[Request, list[_Transfer], Future[Read]]] = []
         self._scan: Future[set[str]] | None = None
         self._next_scan = time.monotonic() + _SCAN_SECONDS
@@ -112,11 +119,10 @@ class DiskTier:
                 spans.append(chain.ending(end))
         known = self._on_all_ranks([span.name for span in spans])
         for span in spans:
-            if span.name not in known and span.name not in self._queued:
-                self._queued.add(span.name)
-                self._spans.append(span)
-        while len(self._spans) > _MAX_SPANS:
-            self._queued.discard(self._spans.popleft().name)
+            if span.name not in known and span.name not in self._writes:
+                self._waiting.setdefault(span.name, span)
+        while len(self._waiting) > _MAX_SPANS:
+            self._waiting.popitem(last=False)
 
     def advance(self, *, idle: bool) -> None:
         """Collect finished writes, and start queued ones: all if `idle`, else about `_BYTES_PER_STEP` bytes."""
@@ -124,13 +130,12 @@ class DiskTier:
         if idle or self._ranks.alone or self._steps % _STEPS == 0:
             self._collect_writes()
         budget = float("inf") if idle else _BYTES_PER_STEP
-        while self._spans and budget > 0:
-            span = self._spans.popleft()
+        while self._waiting and budget > 0:
+            name, span = self._waiting.popitem(last=False)
             if (transfer := self._transfer(span, reserve=False)) is None:
-                self._queued.discard(span.name)
                 self._stats.unwritten_files += 1
                 continue
-            self._writes.append((transfer, self._writer.submit(self._write, transfer, self._copies.record())))
+            self._writes[name] = transfer, self._writer.submit(self._write, transfer, self._copies.record())
             budget -= transfer.num_bytes
         self._rescan()
 
@@ -148,21 +153,21 @@ class DiskTier:
         return self._folder.write(span.name, Prefix(span.start, span.key, span.token_ids, blocks, page))
 
     def _collect_writes(self) -> None:
-        writes, self._writes = self._writes, []
-        by_file = self._gather(
-            [int(each.exception() is None) if each.done() else _PENDING for _, each in writes]  # 0: failed, 1: done
+        writes, self._writes = self._writes, {}
+        by_file = self._gather(  # 0: failed, 1: done
+            [int(each.exception() is None) if each.done() else _PENDING for _, each in writes.values()]
         )
-        for (transfer, future), by_rank in zip(writes, by_file, strict=True):
+        for (name, (transfer, future)), by_rank in zip(writes.items(), by_file, strict=True):
             if _PENDING in by_rank:
-                self._writes.append((transfer, future))
+                self._writes[name] = transfer, future
                 continue
             _release(transfer.parts)
-            name = transfer.span.name
-            self._queued.discard(name)
             if future.exception() is None:
-                self._names.add(name)
-                self._bad.discard(name)
                 self._stats.written_bytes += future.result()
+                if not transfer.forgotten:
+                    self._names.add(name)
+                    self._changes[name] = True
+                    self._bad.discard(name)
             if not all(by_rank):
                 self._stats.unwritten_files += 1
                 error = future.exception() or f"see rank {by_rank.index(0)}"
@@ -196,7 +201,8 @@ class DiskTier:
         """
         if event is not None:
             event.synchronize()
-        for count, (span, parts) in enumerate(transfers):
+        for count, transfer in enumerate(transfers):
+            span = transfer.span
             try:
                 prefix = self._folder.read(span.name, span.key)
                 if (
@@ -208,7 +214,7 @@ class DiskTier:
                     raise PrefixRefused("misnamed", f"{span.name}: is of other tokens")
             except PrefixRefused as error:
                 return count, error
-            for part in parts:
+            for part in transfer.parts:
                 read = prefix.blocks[part.wanted] if part.level is self._blocks else prefix.page
                 part.level.rows.numpy()[part.rows] = read
         return len(transfers), None
@@ -223,12 +229,14 @@ class DiskTier:
                 self._fetches.append((request, transfers, future))
                 continue
             count, reason = divmod(least, len(_REASONS))
-            if count < len(transfers):
+            if count < len(transfers) and not transfers[count].forgotten:
                 rank = by_rank.index(least)
                 own = rank == self._ranks.rank
                 error = (future.exception() or future.result()[1]) if own else f"see rank {rank}"
                 self._refuse(_REASONS[reason], transfers[count:], f"{error}")
             for transfer in transfers[:count]:
+                if transfer.forgotten:
+                    continue
                 for part in transfer.parts:
                     part.level.insert(part.keys, part.rows)
                 self._stats.disk_hit_tokens += transfer.span.end - transfer.span.start
@@ -273,25 +281,34 @@ class DiskTier:
         return list(zip(*self._ranks.gather_ints(numbers), strict=True)) if numbers else []
 
     def forget(self, blocks: list[bytes], pages: list[bytes]) -> None:
-        """Remove the files of KV blocks and states (pages), given by prefix-cache keys."""
+        """Remove the files of KV blocks and states (pages), given by prefix-cache keys.
+
+        They are not found from now on, although the removal waits for earlier writes and scans in the writing thread.
+        """
         names = {f"{key.hex()}.{kind}.safetensors" for key in (*blocks, *pages) for kind in KINDS}
         self._names -= names
-        self._bad |= names & self._queued
-        self._spans = deque(each for each in self._spans if each.name not in names)
+        self._changes |= dict.fromkeys(names, False)
+        for name in names:
+            self._waiting.pop(name, None)
+        reads = [transfer for _, transfers, _ in self._fetches for transfer in transfers]
+        for transfer in (*reads, *(each for each, _ in self._writes.values())):
+            transfer.forgotten |= transfer.span.name in names
         self._writer.submit(self._folder.remove, sorted(names))
 
     def drain(self) -> None:
         """Write everything that waits to be written, and wait until it is written."""
         self.advance(idle=True)
-        wait([future for _, future in self._writes])
+        wait([future for _, future in self._writes.values()])
         self._collect_writes()
 
     def _rescan(self) -> None:
         """Scan for files of other processes every few seconds, in a thread, and take the results of a finished scan."""
         if self._scan is not None and self._scan.done():
-            self._names = (self._scan.result() | {each.span.name for each, _ in self._writes}) - self._bad
+            written = {name for name, exists in self._changes.items() if exists}
+            self._names = ((self._scan.result() - self._changes.keys()) | written) - self._bad
             self._scan, self._next_scan = None, time.monotonic() + _SCAN_SECONDS
         if self._scan is None and time.monotonic() > self._next_scan:
+            self._changes = {}
             self._scan = self._writer.submit(self._folder.names)
 
     def _refuse(self, reason: str, transfers: list[_Transfer], message: str) -> None:
