@@ -688,6 +688,10 @@ def test_a_value_is_json_whatever_it_is(text: str, types: set[str], value: str) 
         *(("true", {"string"}, '"true"'), ("null", {"string"}, "null"), ("[1]", {"object"}, "[1]")),
         *(('"[1]"', {"array"}, "[1]"), ("{'a': None}", {"object"}, '{"a": null}'), ("4", {"number"}, "4")),
         *(('"a\\u00e9\\ud83d"', set(), '"a\\u00e9\\ud83d"'), ("'a\\ud83d'", set(), '"a\ufffd"')),
+        # a last key without a value
+        *(('{"x":1,"a', {"object"}, '{"x":1,"a": null}'), ('{"x": 1, "a', {"object"}, '{"x": 1, "a": null}')),
+        *(('{ "a"', {"object"}, '{ "a": null}'), ("{'x': {\n\t'a", {"object"}, '{"x": {\n\t"a": null}}')),
+        ('{"x": "a', {"object"}, '{"x": "a"}'),
     ],
 )
 def test_a_literal_becomes_a_value_of_the_schema(text: str, types: set[str], value: str) -> None:

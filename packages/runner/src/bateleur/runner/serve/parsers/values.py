@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Mapping
+from itertools import islice
 from math import isfinite
 from typing import Any, NoReturn
 
@@ -178,8 +179,10 @@ def _close(parts: list[str], bracket: str) -> None:
         parts.pop()
     if parts and parts[-1] == ":":
         parts.append("null")
-    elif bracket == "}" and len(parts) > 1 and parts[-1].startswith('"') and parts[-2].strip(" \n") in ("{", ","):
-        parts.append(": null")
+    elif bracket == "}" and parts and parts[-1].startswith('"'):
+        before = next((each for each in islice(reversed(parts), 1, None) if not each.isspace()), "")
+        if before in ("{", ","):
+            parts.append(": null")
     parts.append(bracket)
 
 
