@@ -201,3 +201,12 @@ def test_errors_name_the_fields_of_this_api(scripted: Any, body: dict[str, Any],
     reply = scripted.ask(PATH, ASKED | body)
     assert reply.status_code == 400
     assert reply.json()["error"]["message"].startswith(name), reply.text
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_message_is_one_answer(scripted: Any, stream: bool) -> None:
+    body = {"messages": [WEATHER], "max_tokens": 5, "temperature": 1, "stream": stream}
+    assert scripted.ask(PATH, body | {"n": 1}).status_code == 200
+    reply = scripted.ask(PATH, body | {"n": 2})
+    assert reply.status_code == 400
+    assert reply.json()["error"]["message"] == "n is 2; it must be 1: a message has one answer"

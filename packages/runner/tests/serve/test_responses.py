@@ -307,3 +307,10 @@ def test_errors_name_the_fields_of_this_api(scripted: Any, body: dict[str, Any],
     error = scripted.error(400, PATH, {"input": "default", **body})
     assert error["param"] == param, error
     assert error["message"].startswith(param)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_response_has_one_answer(scripted: Any, stream: bool) -> None:
+    error = scripted.error(400, PATH, {"input": "default", "n": 2, "temperature": 1, "stream": stream})
+    assert error["param"] == "n"
+    assert error["message"] == "n is 2; it must be 1: a response has one answer"

@@ -255,7 +255,10 @@ async def _read(service: Service, request: Request, model: type[CountTokensBody]
         message = "thread must be absent: this server stores no conversations; send all messages"
         raise http_error(400, message, param="thread", code="thread_unsupported_request")
     with http_errors(NAMES):
-        return chat_request(chat_body(body), service.defaults, strict=service.config.strict_fields, names=NAMES)
+        parsed = chat_request(chat_body(body), service.defaults, strict=service.config.strict_fields, names=NAMES)
+        if parsed.params.n > 1:
+            refuse("n", parsed.params.n, "1: a message has one answer")
+        return parsed
 
 
 async def _events(answered: Answer, writer: _MessageWriter) -> AsyncGenerator[dict[str, Any], None]:

@@ -157,7 +157,10 @@ class _Responses:
             raise http_error(400, message, param="previous_response_id")
         with http_errors(NAMES):
             chat, strict = chat_body(body, previous.items if previous else []), self._service.config.strict_fields
-            return body, chat_request(chat, self._service.defaults, strict=strict, names=NAMES), previous
+            parsed = chat_request(chat, self._service.defaults, strict=strict, names=NAMES)
+            if parsed.params.n > 1:
+                refuse("n", parsed.params.n, "1: a response has one answer")
+            return body, parsed, previous
 
     async def create(self, request: Request) -> Response:
         """Create a response."""
