@@ -140,6 +140,7 @@ TEXTS: dict[str, Any] = {
     "endless": "a b c " * 12,
     "long": ("one ", "two ", "three ", "four ", "five", "\n", "</think>", "\n\n", "Done.", "<|im_end|>"),
     "thinker": ("<think>", "one ", "two ", "three ", "four ", "five", "\n", "</think>", "\n\n", "Done.", "<|im_end|>"),
+    "accents": (b"\xc3", b"\xa9", "t", b"\xc3", b"\xa9", "s \n", " ", "<|im_end|>"),
     "default": "Hello hello.",
 }
 """Output of the scripted model, by the first user message."""

@@ -314,3 +314,24 @@ def test_a_response_has_one_answer(scripted: Any, stream: bool) -> None:
     error = scripted.error(400, PATH, {"input": "default", "n": 2, "temperature": 1, "stream": stream})
     assert error["param"] == "n"
     assert error["message"] == "n is 2; it must be 1: a response has one answer"
+
+
+@pytest.mark.parametrize("text", ["default", "accents", "thinker"])
+@pytest.mark.parametrize("more", [{}, {"stop": "Hello hello.!"}, {"return_tokens_as_token_ids": True}])
+def test_log_probabilities_are_those_of_all_tokens_of_the_answer(
+    scripted: Any, text: str, more: dict[str, Any]
+) -> None:
+    """Also of parts of characters, of text that is held back, of white space and of the stop token."""
+    chat = {"messages": [{"role": "user", "content": text}], "logprobs": True, "top_logprobs": 0} | more
+    (choice,) = scripted.ask("/v1/chat/completions", chat).json()["choices"]
+    expected = [(each["token"], each["bytes"]) for each in choice["logprobs"]["content"]]
+    if text == "thinker":
+        expected = expected[8:]
+    body = {"input": text, "top_logprobs": 0} | more
+    parts = [scripted.ask(PATH, body).json()["output"][-1]["content"][0]["logprobs"]]
+    events = scripted.events(PATH, body)
+    parts.append([one for each in events if each["type"] == "response.output_text.delta" for one in each["logprobs"]])
+    parts += [each["logprobs"] for each in events if each["type"] == "response.output_text.done"]
+    assert len(parts) == 3
+    for part in parts:
+        assert [(each["token"], each["bytes"]) for each in part] == expected

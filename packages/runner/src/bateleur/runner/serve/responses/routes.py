@@ -12,6 +12,7 @@ from uuid import uuid4
 from fastapi import APIRouter, HTTPException, Request
 from fastapi.responses import Response
 
+from bateleur.runner.outputs import CompletionOutput
 from bateleur.runner.serve.body import openapi_model, read_model
 from bateleur.runner.serve.conversation import Answer, answer, render_prompt
 from bateleur.runner.serve.errors import error_of, http_error, http_errors
@@ -160,7 +161,7 @@ class _Responses:
             parsed = chat_request(chat, self._service.defaults, strict=strict, names=NAMES)
             if parsed.params.n > 1:
                 refuse("n", parsed.params.n, "1: a response has one answer")
-            return body, parsed, previous
+            return body, self._service.with_server_options(parsed), previous
 
     async def create(self, request: Request) -> Response:
         """Create a response."""
@@ -234,11 +235,8 @@ class _Responses:
                     yield event
                 with http_errors():
                     async for report in reports:
-                        logprobs = None
-                        if (num_top := answered.parsed.num_top_logprobs) is not None:
-                            known = report.completion.logprobs or ()
-                            logprobs = chat_logprobs(report.completion.token_ids, known, num_top)["content"]
-                        for event in writer.write(report.events, logprobs):
+                        logprobs, answer_start = self._logprobs(answered.parsed, report.completion)
+                        for event in writer.write(report.events, logprobs, answer_start=answer_start):
                             yield event
             for event in writer.end(_usage(answered)):
                 yield event
@@ -253,6 +251,19 @@ class _Responses:
                 self._store.put(response, body.items, previous)
             del self._running[response["id"]]
             running.ended.set()
+
+    def _logprobs(self, parsed: ChatRequest, completion: CompletionOutput) -> tuple[list[Any], int]:
+        """Return the requested log probabilities of an output, and the index of the first token after its reasoning.
+
+        The index is 0 if the output does not end the reasoning.
+        """
+        if (num_top := parsed.num_top_logprobs) is None:
+            return [], 0
+        ids, as_ids = completion.token_ids, parsed.return_tokens_as_token_ids
+        content = chat_logprobs(ids, completion.logprobs or (), num_top, as_ids=as_ids)["content"]
+        chat_format = self._service.chat_format
+        end = None if chat_format.reasoning_parser is None else chat_format.reasoning_end_id
+        return content, 0 if end is None or end not in ids else ids.index(end) + 1
 
 
 async def _last_event_of(events: AsyncGenerator[dict[str, Any], None]) -> Item:

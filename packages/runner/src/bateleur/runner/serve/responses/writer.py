@@ -18,6 +18,8 @@ class ResponseWriter:
         self.response, self._custom = response, custom_tools
         self._number, self._arguments = 0, ""
         self._open: Item | None = None
+        self._logprobs: list[Any] = []
+        """Log probabilities of tokens whose text is not reported yet."""
 
     def begin(self) -> Iterator[Item]:
         """Yield the first events: `response.created` and `response.in_progress`."""
@@ -25,15 +27,25 @@ class ResponseWriter:
         yield self._event("response.created", response=self._snapshot())
         yield self._event("response.in_progress", response=self._snapshot())
 
-    def write(self, events: Sequence[Event], logprobs: list[Any] | None = None) -> Iterator[Item]:
-        """Add events to the response; yields stream events. logprobs: log probabilities of their tokens."""
+    def write(self, events: Sequence[Event], logprobs: Sequence[Any] = (), *, answer_start: int = 0) -> Iterator[Item]:
+        """Add the events of an output to the response; yields stream events.
+
+        logprobs: log probabilities of the tokens of the output, or none. They are reported with the next text.
+        answer_start: index of the token after the end tag of the reasoning; 0 if the output has no such tag.
+        """
+        if answer_start:
+            self._logprobs = [*logprobs[answer_start:]]
+        elif not events or any(isinstance(each, Content | End) for each in events):
+            self._logprobs += logprobs
+        else:
+            self._logprobs = []  # these tokens are reasoning or a call
         for event in events:
             match event:
                 case Reasoning(text):
                     yield from self._text("reasoning", text, [])
                 case Content(text):
-                    yield from self._text("message", text, logprobs or [])
-                    logprobs = None
+                    yield from self._text("message", text, self._logprobs)
+                    self._logprobs = []
                 case ToolCall(_, call_id, name):
                     yield from self._close("completed")
                     self._arguments = ""
@@ -48,6 +60,8 @@ class ResponseWriter:
                     if self._open is not None and self._open["type"] == "function_call":
                         yield self._item_event("response.function_call_arguments.delta", delta=text)
                 case End(reason, _):
+                    if self._logprobs and self._open is not None and self._open["type"] == "message":
+                        yield from self._text("message", "", self._logprobs)  # of tokens without text
                     yield from self._close("incomplete" if reason in ("length", "abort") else "completed")
                     status = {"length": "incomplete", "abort": "cancelled"}.get(reason, "completed")
                     details = {"reason": "max_output_tokens"} if reason == "length" else None
