@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from scripted_model import marker
+
 PATH = "/v1/completions"
 GREEDY = {"temperature": 0, "max_tokens": 6, "ignore_eos": True}
 
@@ -133,3 +135,26 @@ def test_parameters_that_leave_no_token_are_the_clients_mistake(client: Any) -> 
 def test_another_model_is_not_found(client: Any) -> None:
     error = client.error(404, PATH, {"prompt": "x", "model": "gpt-5"})
     assert (error["param"], error["code"]) == ("model", "model_not_found")
+
+
+def parts_of(client: Any, body: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the parts of a streamed choice."""
+    return [each["choices"][0] for each in client.stream(PATH, body)]
+
+
+def test_names_of_tokens_do_not_change_text_offsets(client: Any) -> None:
+    body = {"prompt": "def f(x):", "logprobs": 1, **GREEDY}
+    (choice,) = client.ask(PATH, body).json()["choices"]
+    for parts in (parts_of(client, body), parts_of(client, body | {"return_tokens_as_token_ids": True})):
+        assert [at for part in parts for at in part["logprobs"]["text_offset"]] == choice["logprobs"]["text_offset"]
+
+
+@pytest.mark.parametrize(("text", "stop"), [("accents", None), ("default", "Hello hello.!")])
+def test_a_stream_has_prompt_logprobs_if_its_text_begins_late(scripted: Any, text: str, stop: str | None) -> None:
+    """The first token has no text: it is a part of a character, or it may begin a stop string."""
+    body = {"prompt": marker(text), "stop": stop, "prompt_logprobs": 0, "max_tokens": 20}
+    (choice,) = scripted.ask(PATH, body).json()["choices"]
+    first, *later = parts_of(scripted, body)
+    assert len(first["prompt_logprobs"]) == 2
+    assert first["prompt_logprobs"] == choice["prompt_logprobs"]
+    assert all("prompt_logprobs" not in part for part in later)

@@ -114,6 +114,17 @@ def completion_choice(
     return choice
 
 
+def next_offset(choice: Mapping[str, Any], completion: CompletionOutput, offset: int) -> int:
+    """Return the `text_offset` of the first token after a chunk.
+
+    choice: choice of the chunk, from `completion`. offset: `text_offset` of the first token of the chunk.
+    """
+    if not choice["logprobs"] or not completion.logprobs:
+        return offset
+    last: int = choice["logprobs"]["text_offset"][-1]
+    return last + len(_text(completion.logprobs[-1][completion.token_ids[-1]]))
+
+
 def chat_reply(
     parsed: ChatRequest,
     output: RequestOutput,

@@ -91,19 +91,18 @@ async def _completion_parts(
     service: Service, parsed: CompletionRequest, reader: OutputReader, usage: replies.Usage
 ) -> AsyncGenerator[dict[str, Any], None]:
     """Yield the fields of each chunk: one choice, with new text of one continuation of one prompt."""
-    offsets: dict[int, int] = {}  # characters of all tokens so far, per choice; the reported text may be shorter
+    offsets: dict[int, int] = {}  # by choice that was sent: `text_offset` of its next token
     async with aclosing(service.outputs(reader)) as outputs:
         async for output in outputs:
             usage.count(output, only_prompt=parsed.only_prompt)
             for completion in output.outputs:
                 index = prompt_index(output.request_id) * parsed.params.n + completion.index
-                first, at = index not in offsets, offsets.setdefault(index, 0)
+                first, at = index not in offsets, offsets.get(index, 0)
                 choice = replies.completion_choice(
                     parsed, output, completion, index, service.decode, first=first, offset=at
                 )
-                if choice["logprobs"]:
-                    offsets[index] += sum(map(len, choice["logprobs"]["tokens"]))
                 if choice["text"] or choice["finish_reason"] or choice["logprobs"] or parsed.return_token_ids:
+                    offsets[index] = replies.next_offset(choice, completion, at)
                     yield {"choices": [choice]}
 
 
