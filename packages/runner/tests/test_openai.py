@@ -38,6 +38,9 @@ class Decode:
     def name_of(self, token: int) -> str:
         return chr(token)
 
+    def bytes_of(self, token: int) -> bytes:
+        return bytes([token])
+
 
 decode: Any = Decode()
 HEAD, CHAT = (reply_head("i", kind, "m") for kind in ("text_completion", "chat.completion"))

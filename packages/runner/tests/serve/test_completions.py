@@ -158,3 +158,44 @@ def test_a_stream_has_prompt_logprobs_if_its_text_begins_late(scripted: Any, tex
     assert len(first["prompt_logprobs"]) == 2
     assert first["prompt_logprobs"] == choice["prompt_logprobs"]
     assert all("prompt_logprobs" not in part for part in later)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "more", "echoed", "offsets"),
+    [
+        ("abcd", {"truncate_prompt_tokens": 4}, "cd", [0, 1, 2]),
+        ("abcd", {"truncate_prompt_tokens": 6}, "abcd", [0, 1, 2, 3, 4]),
+        ("abcd", {"truncate_prompt_tokens": 99}, "abcd", [0, 1, 2, 3, 4]),
+        ("x\u00e9", {"truncate_prompt_tokens": 3}, "\ufffd", [0, 1]),
+        ("\u00e9x", {}, "\u00e9x", [0, 0, 1, 2]),
+        ("ab", {"logprobs": None, "logprob_token_ids": [5]}, "ab", [0, 1, 2]),
+    ],
+)
+def test_text_tokens_and_offsets_of_an_echo_agree(
+    scripted: Any, prompt: str, more: dict[str, Any], echoed: str, offsets: list[int]
+) -> None:
+    """A truncated prompt is echoed as far as it is kept. A character of several tokens belongs to the last one."""
+    body = {"prompt": prompt + marker("default"), "max_tokens": 2, "echo": True, "logprobs": 0} | more
+    for choice in (scripted.ask(PATH, body).json()["choices"][0], parts_of(scripted, body)[0]):
+        assert choice["text"].startswith(echoed + marker("default") + "Hell")
+        assert choice["logprobs"]["text_offset"][: len(offsets)] == offsets
+        assert choice["logprobs"]["tokens"][len(offsets) - 1] == "<|im_start|>"
+
+
+def test_offsets_of_an_echo_leave_out_a_token_that_is_not_in_the_text(client: Any) -> None:
+    body = {"prompt": "def f(", "echo": True, "logprobs": 0, "max_tokens": 1, "temperature": 0}
+    (choice,) = client.ask(PATH, body).json()["choices"]
+    told = choice["logprobs"]
+    assert told["tokens"][:3] == ["<|endoftext|>", "def", " f"]
+    assert told["text_offset"][:3] == [0, 0, 3]
+    ids = client.ask("/tokenize", {"prompt": "def f("}).json()["tokens"]
+    (choice,) = client.ask(PATH, body | {"prompt": ids}).json()["choices"]
+    assert choice["text"].startswith("<|endoftext|>def f(")
+    assert choice["logprobs"]["text_offset"][:3] == [0, 13, 16]
+
+
+def test_an_echo_has_requested_prompt_logprobs_too(scripted: Any) -> None:
+    body = {"prompt": marker("default"), "echo": True, "logprobs": 0, "max_tokens": 0, "prompt_logprobs": 1}
+    (choice,) = scripted.ask(PATH, body).json()["choices"]
+    assert len(choice["prompt_logprobs"]) == 2
+    assert [len(each) for each in choice["logprobs"]["top_logprobs"][1:]] == [1]

@@ -8,7 +8,7 @@ from typing import Any
 from bateleur.runner.outputs import CompletionOutput, Logprob, RequestOutput
 from bateleur.runner.serve.openai.requests import APIRequest, ChatRequest, CompletionRequest
 from bateleur.runner.serve.parsers.events import Arguments, Content, End, Event, Reasoning, ToolCall
-from bateleur.runner.text.token_bytes import TokenText
+from bateleur.runner.text.token_bytes import TokenText, partial_character
 
 
 def error_body(
@@ -90,7 +90,7 @@ def completion_choice(
         completion = replace(completion, text="", token_ids=[], finish_reason="length", stop_reason=None)
     drawn, text, echoed = list(completion.token_ids), completion.text, first and parsed.echo
     if echoed:
-        text = (decode(output.prompt_token_ids) if output.prompt is None else output.prompt) + text
+        text = _prompt_text(parsed, output, decode) + text
     choice: dict[str, Any] = {
         "index": index,
         "text": text,
@@ -103,15 +103,30 @@ def completion_choice(
         known: list[dict[int, Logprob] | None] = [*(completion.logprobs or ())[: len(drawn)]]
         if echoed and output.prompt_logprobs is not None:
             ids, known = [*output.prompt_token_ids, *drawn], [*output.prompt_logprobs, *known]
-            beginning = decode(ids[:1])
+            beginning = "" if partial_character(decode.bytes_of(ids[0])) else decode(ids[:1])
         choice["logprobs"] = completion_logprobs(
-            ids, known, num_top, offset=offset, beginning=beginning, as_ids=parsed.return_tokens_as_token_ids
+            ids,
+            known,
+            num_top,
+            offset=offset,
+            beginning=beginning,
+            hidden=not text.startswith(beginning),
+            as_ids=parsed.return_tokens_as_token_ids,
         )
     if parsed.return_token_ids:
         choice |= _token_fields(completion, drawn, decode)
     if first:
-        choice |= prompt_fields(parsed, output, decode, logprobs=not parsed.echo or parsed.params.logprobs is None)
+        choice |= prompt_fields(parsed, output, decode, logprobs=parsed.report_prompt_logprobs)
     return choice
+
+
+def _prompt_text(parsed: CompletionRequest, output: RequestOutput, decode: TokenText) -> str:
+    """Return the text of the prompt, or of its kept tokens if `truncate_prompt_tokens` has shortened it."""
+    text = output.prompt
+    if text is not None and parsed.params.truncate_prompt_tokens is None:
+        return text
+    kept = decode(output.prompt_token_ids)
+    return kept if text is None or text not in kept else text
 
 
 def next_offset(choice: Mapping[str, Any], completion: CompletionOutput, offset: int) -> int:
@@ -251,13 +266,15 @@ def completion_logprobs(
     *,
     offset: int = 0,
     beginning: str = "",
+    hidden: bool = False,
     as_ids: bool = False,
 ) -> dict[str, Any]:
     """Return `logprobs` of `/v1/completions`, for each token of a reply or chunk.
 
     logprobs: for each token, log probabilities at its position by token id; None for a prompt's first token.
     num_top: number of most likely tokens to report; -1 for all in `logprobs`. as_ids: write tokens as token_id:ID.
-    beginning: text of a prompt's first token. offset: characters before `token_ids`.
+    beginning: text of a prompt's first token. hidden: whether the text of the choice leaves that token out, such as a
+    special token that the tokenizer adds. offset: characters before `token_ids`.
     """
     tokens: list[str] = []
     chosen: list[float | None] = []
@@ -269,7 +286,7 @@ def completion_logprobs(
         tokens.append(_id_name(token) if as_ids else text)
         chosen.append(None if position is None else _finite(position[token]))
         likely.append(None if position is None else _top_logprobs(position, token, num_top, as_ids))
-        offset += len(text)
+        offset += 0 if position is None and hidden else len(text)
     return {"tokens": tokens, "token_logprobs": chosen, "top_logprobs": likely, "text_offset": offsets}
 
 

@@ -48,13 +48,17 @@ class APIRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompletionRequest(APIRequest):
-    """Parsed body of `/v1/completions`; see `COMPLETION_FIELDS`. only_prompt: whether replies have only the prompt."""
+    """Parsed body of `/v1/completions`; see `COMPLETION_FIELDS`. only_prompt: whether replies have only the prompt.
+
+    report_prompt_logprobs: whether choices have `prompt_logprobs`. An echo with logprobs computes them in any case.
+    """
 
     prompts: tuple[dict[str, Any], ...]
     """Prompts as `LLM.add_request` takes them: {"prompt": text} or {"prompt_token_ids": ids}."""
     echo: bool = False
     only_prompt: bool = False
     """Whether `echo` is set and max_tokens is 0. The engine generates one token, which the reply leaves out."""
+    report_prompt_logprobs: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,10 +110,13 @@ def completion_request(body: Body, defaults: Body, *, strict: bool = False) -> C
     only_prompt = echo and limit == 0 and not isinstance(limit, bool)
     if only_prompt:
         sampling["max_tokens"] = 1
-    if echo and sampling.get("logprobs") is not None:
-        sampling.setdefault("prompt_logprobs", sampling["logprobs"])
-    common = _common(CompletionRequest, own, {**defaults, **sampling}, "structured_outputs", {})
-    return CompletionRequest(**common | {"prompts": own["prompt"], "only_prompt": only_prompt})
+    sampling = {**defaults, **sampling}
+    reported = sampling.get("prompt_logprobs") is not None
+    if echo and not reported and (sampling.get("logprobs") is not None or sampling.get("logprob_token_ids")):
+        sampling["prompt_logprobs"] = sampling.get("logprobs") or 0
+    common = _common(CompletionRequest, own, sampling, "structured_outputs", {})
+    chosen = {"prompts": own["prompt"], "only_prompt": only_prompt, "report_prompt_logprobs": reported}
+    return CompletionRequest(**common | chosen)
 
 
 def chat_request(body: Body, defaults: Body, *, strict: bool = False, names: Names | None = None) -> ChatRequest:
