@@ -286,7 +286,7 @@ def test_a_rank_that_is_killed_is_named(llm: LLM) -> None:
 def test_a_rank_that_raises_or_hangs_is_named(tiny: Callable[..., Path], how: str, cause: str) -> None:
     """The rank fails after the last collective of a step, while the first rank waits for its reply."""
     drafts = {"draft": "ngram", "num_speculative_tokens": 2, "prompt_lookup_min": 1}
-    policy = FailsLater(how, elsewhere=True)
+    policy = FailsLater(how, 1)
     sizes = SIZES | {"rank_timeout": 2}
     with LLM(tiny("nemotron_h-experts"), **sizes, **drafts, draft_policy=policy, data_parallel_size=2) as llm:
         elsewhere(llm)

@@ -112,7 +112,7 @@ NGRAM: dict[str, Any] = {"draft": "ngram", "num_speculative_tokens": 2, "prompt_
 
 
 def test_an_error_on_another_rank_has_its_name_and_its_words(settings: dict[str, Any]) -> None:
-    with LLM(**settings, **NGRAM, draft_policy=FailsLater("raises", elsewhere=True)) as llm:
+    with LLM(**settings, **NGRAM, draft_policy=FailsLater("raises", 1)) as llm:
         begun(llm)
         fault = failed(llm)
     assert (fault.rank, fault.cause) == (1, "raised ZeroDivisionError: nothing left")
@@ -120,7 +120,7 @@ def test_an_error_on_another_rank_has_its_name_and_its_words(settings: dict[str,
 
 
 def test_an_error_on_all_ranks_ends_them(settings: dict[str, Any]) -> None:
-    with LLM(**settings, **NGRAM, draft_policy=FailsLater("raises", here=True, elsewhere=True)) as llm:
+    with LLM(**settings, **NGRAM, draft_policy=FailsLater("raises", 0, 1)) as llm:
         pid = begun(llm)
         fault = failed(llm)
         assert fault.cause == "raised ZeroDivisionError: nothing left"
@@ -128,7 +128,7 @@ def test_an_error_on_all_ranks_ends_them(settings: dict[str, Any]) -> None:
 
 
 def test_a_rank_that_computes_for_too_long_is_named_with_the_place(settings: dict[str, Any]) -> None:
-    with LLM(**settings, **NGRAM, draft_policy=FailsLater("sleeps", elsewhere=True), rank_timeout=2) as llm:
+    with LLM(**settings, **NGRAM, draft_policy=FailsLater("sleeps", 1), rank_timeout=2) as llm:
         begun(llm)
         fault = failed(llm)
     assert fault.rank == 1
@@ -137,9 +137,7 @@ def test_a_rank_that_computes_for_too_long_is_named_with_the_place(settings: dic
 
 def test_ranks_that_disagree_say_about_what(settings: dict[str, Any]) -> None:
     """Rank 1 verifies drafts that rank 0 does not have."""
-    with LLM(
-        **settings, **NGRAM, draft_policy=FailsLater("drafts", elsewhere=True), cudagraph_checks="ADDRESSES"
-    ) as llm:
+    with LLM(**settings, **NGRAM, draft_policy=FailsLater("drafts", 1), cudagraph_checks="ADDRESSES") as llm:
         begun(llm)
         fault = failed(llm)
     assert (fault.rank, fault.cause) == (1, "disagrees with rank 0 about query_lens of the step")
@@ -172,7 +170,7 @@ def test_every_request_of_an_async_engine_hears_of_it(settings: dict[str, Any]) 
 
 
 def test_requests_hear_of_it_where_the_first_rank_hangs(settings: dict[str, Any]) -> None:
-    policy = FailsLater("sleeps", here=True)
+    policy = FailsLater("sleeps", 0)
 
     async def main() -> None:
         llm = AsyncLLM(**settings, **NGRAM, draft_policy=policy, rank_timeout=1)
@@ -270,3 +268,16 @@ def test_ranks_end_with_the_first(settings: dict[str, Any], how: str) -> None:
     while alive(pid) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not alive(pid)
+
+
+def test_a_rank_that_hangs_is_named_and_not_one_that_waits_for_it(
+    settings: dict[str, Any], tiny: Callable[..., Path]
+) -> None:
+    """Of three ranks, rank 2 hangs outside of a collective. Ranks 0 and 1 wait for it in a collective."""
+    sizes = {"num_attention_heads": 3, "num_key_value_heads": 3, "intermediate_size": 24, "num_hidden_layers": 1}
+    three = settings | {"model": tiny("llama", **sizes), "tensor_parallel_size": 3}
+    with LLM(**three, **NGRAM, draft_policy=FailsLater("sleeps", 2), rank_timeout=2) as llm:
+        llm.add_request(PROMPT, LONG)
+        fault = failed(llm)
+    assert fault.rank == 2
+    assert "< lengths, rank_pool.py:" in fault.cause

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing
-import os
 import signal
 import warnings
 from collections.abc import Iterator
@@ -44,10 +43,16 @@ class Forked:
         return code
 
 
-def begin(orders: Connection, watch: Connection) -> None:
-    """Run `follower.main` in a forked process."""
+own_rank = 0
+"""Rank of this process."""
+
+
+def begin(rank: int, orders: Connection, watch: Connection) -> None:
+    """Run `follower.run` in a forked process."""
+    global own_rank
     from bateleur.runner.workers.follower import run
 
+    own_rank = rank
     torch.set_num_threads(1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     warnings.simplefilter("ignore")
@@ -55,18 +60,17 @@ def begin(orders: Connection, watch: Connection) -> None:
 
 
 class FailsLater:
-    """A policy without drafts that can be made to fail: on all ranks, on this one, or on another one."""
+    """A policy without drafts that fails on some ranks after three steps: "raises", "sleeps" or "drafts"."""
 
-    def __init__(self, how: str, *, here: bool = False, elsewhere: bool = False) -> None:
-        self.how, self.here, self.elsewhere = how, here, elsewhere
-        self.home, self.steps, self.wake = os.getpid(), 0, Event()
+    def __init__(self, how: str, *ranks: int) -> None:
+        self.how, self.ranks, self.steps, self.wake = how, ranks, 0, Event()
 
     def __reduce__(self) -> Any:
-        return _sent, (self.how, self.home, self.here, self.elsewhere)
+        return FailsLater, (self.how, *self.ranks)
 
     def lengths(self, rows: Any) -> Any:
         self.steps += 1
-        if self.steps > 3 and (self.here if os.getpid() == self.home else self.elsewhere):
+        if self.steps > 3 and own_rank in self.ranks:
             if self.how == "raises":
                 raise ZeroDivisionError("nothing left")
             if self.how == "sleeps":
@@ -86,12 +90,6 @@ class Uneven:
         return rows.max_drafts.clip(max=self.asked % 4)
 
 
-def _sent(how: str, home: int, here: bool, elsewhere: bool) -> FailsLater:
-    policy = FailsLater(how, here=here, elsewhere=elsewhere)
-    policy.home = home
-    return policy
-
-
 @contextmanager
 def forked() -> Iterator[None]:
     """Engines with several ranks get them from this process while the block runs."""
@@ -101,7 +99,7 @@ def forked() -> Iterator[None]:
     def start(module: str, rank: int) -> RankProcess:
         assert module == FOLLOWER
         (orders, far_orders), (watch, far_watch) = multiprocessing.Pipe(), multiprocessing.Pipe()
-        process = context.Process(target=begin, args=(far_orders, far_watch), daemon=True)
+        process = context.Process(target=begin, args=(rank, far_orders, far_watch), daemon=True)
         process.start()
         far_orders.close()
         far_watch.close()

@@ -47,14 +47,15 @@ class RankFault:
 class RankStatus:
     """Reply to a status request: what a rank is doing now.
 
-    num_messages: engine messages received so far. idle: whether the rank waits for the next message or for other ranks.
-    in_collective: whether it is in a collective. frame: where its thread is in the code.
+    num_messages: engine messages of which processing has begun; the current message counts on every rank, also on the
+    first one. idle: whether it waits for the next one, or for other ranks. in_collective: whether it waits in a
+    collective. frame: innermost frames of its thread.
     """
 
-    num_messages: int  # engine messages that it has received
-    idle: bool  # waits for the next one
+    num_messages: int
+    idle: bool
     in_collective: bool
-    frame: str  # innermost frames of its thread
+    frame: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +87,8 @@ class Progress:
     """Records what the thread that runs an engine does, for the threads that monitor ranks.
 
     The first rank sends each change of the engine to all ranks as a message (`engine.messages`), for example to run a
-    step. Recorded are the number of messages so far, and the start and the time limit of the current one.
+    step. Recorded are the number of messages so far, and the start and the time limit of the current one. Loading the
+    model is the work before the first message: no rank counts it, so the counts of all ranks can be compared.
     """
 
     def __init__(self, since: float, limit: float) -> None:

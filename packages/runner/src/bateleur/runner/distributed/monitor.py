@@ -1,6 +1,5 @@
 """The thread of the first rank that starts the other ranks, watches them, and finds out which rank has failed."""
 
-import math
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -23,11 +22,15 @@ _EXIT_SECONDS = 5.0  # for a rank to exit by itself
 class RankMonitor(Progress):
     """Watches the other ranks from start to end. At the first failure it sets `fault` and kills all other ranks."""
 
-    def __init__(self, start: Callable[[], Sequence[RankProcess]], abort: Callable[[], None]) -> None:
-        """start: starts the other ranks, in the monitor's thread. abort: aborts collectives that this rank waits in."""
+    def __init__(self, start: Callable[[], Sequence[RankProcess]], abort: Callable[[], None], limit: float) -> None:
+        """Start the other ranks.
+
+        start: starts them, in the monitor's thread. abort: aborts collectives that this rank waits in. limit: seconds
+        until all ranks must have loaded the model; then `end` is called.
+        """
         self.fault: RankFailed | None = None
         self.on_fault: Callable[[RankFailed], None] | None = None  # called with the fault in the monitor's thread
-        super().__init__(math.inf, math.inf)
+        super().__init__(time.monotonic(), limit)
         self._abort = abort
         self._phases, self._over = {phase: Event() for phase in StartPhase}, Event()
         self._signs: dict[int, RankFault | RankStatus] = {}

@@ -49,9 +49,8 @@ class Leader:
         self._interrupts, self._threads = DeferredInterrupts(), torch.get_num_threads()
         self._group: ProcessGroup | None = None
         accept = partial(_start, size) if rendezvous is None else rendezvous.accept
-        self._monitor = RankMonitor(accept, lambda: None if self._group is None else self._group.abort())
+        self._monitor = RankMonitor(accept, self._abort, LOAD_SECONDS)
         try:
-            self._monitor.begin(LOAD_SECONDS)
             ranks = Ranks(0, size, local=(0, size)) if rendezvous is None else rendezvous.ranks
             self._store = self._send_start(config, size) if rendezvous is None else rendezvous.store
             self._monitor.wait(StartPhase.STARTED)
@@ -62,6 +61,11 @@ class Leader:
             self.ranks = self._group.ranks
         except BaseException as error:
             self.give_up(error)
+
+    def _abort(self) -> None:
+        """Abort collectives that this rank waits in. Called by the monitor's thread."""
+        if self._group is not None:
+            self._group.abort()
 
     def _send_start(self, config: EngineConfig, size: int) -> TCPStore:
         """Send each other rank its `WorkerStart`, with the port of the store; returns the store."""

@@ -1,0 +1,154 @@
+"""Message counts, time limits, and the rank that is named. Ranks are threads, and a barrier is their collective."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from multiprocessing import Pipe
+from threading import Barrier, Event, Thread
+from typing import Any
+from unittest.mock import MagicMock
+
+import pytest
+import torch
+
+from bateleur.runner.config.engine_config import EngineConfig
+from bateleur.runner.distributed import process_group
+from bateleur.runner.distributed import ranks as collectives
+from bateleur.runner.distributed.connections import RankConnection, RankHeartbeat, RankProcess
+from bateleur.runner.engine.messages import RunStep
+from bateleur.runner.errors import RankFailed
+from bateleur.runner.workers import follower, leader
+from bateleur.runner.workers.leader import Leader
+
+SECONDS = 1.0
+"""Time limit of the start or of a step, in tests in which a rank hangs."""
+own = threading.local()  # `rank` of a thread
+
+
+class ThreadRanks:
+    """The ranks of a `Leader` other than the first one, as threads without an engine.
+
+    `places`: functions that a rank calls at a place, by rank and place. The places are "device", before it joins the
+    group; "load"; "before" and "after" the collective of a message.
+    """
+
+    def __init__(self, patch: pytest.MonkeyPatch, size: int) -> None:
+        self.barrier, self.over = Barrier(size, timeout=5), Event()
+        self.places: dict[tuple[int, str], Callable[[], object]] = {}
+        self.heartbeats: dict[int, RankHeartbeat] = {}
+        self.threads: list[Thread] = []
+        self.config = EngineConfig.of(device="cpu", tensor_parallel_size=size, rank_timeout=SECONDS)
+        ranks = self
+
+        class Heartbeat(RankHeartbeat):
+            def __init__(self, connection: RankConnection, limit: float) -> None:
+                ranks.heartbeats[own.rank] = self
+                super().__init__(connection, limit)
+
+            def run(self) -> None:
+                with suppress(SystemExit):
+                    super().run()
+
+        class Follower:
+            def __init__(self, *_: object) -> None:
+                ranks.reach("load")
+
+            def follow(self, message: object) -> None:
+                ranks.reach("before")
+                meet()
+                ranks.reach("after")
+
+        c10d, group = MagicMock(), MagicMock()
+        c10d.ProcessGroupGloo.side_effect = lambda *_: self.barrier.wait()
+        c10d.ProcessGroup.return_value.abort.side_effect = self.abort
+        group.allreduce.return_value.wait.side_effect = self.barrier.wait
+        patch.setattr(process_group, "_c10d", c10d)
+        patch.setattr(collectives, "_group", lambda name: group)
+        patch.setattr(os, "_exit", sys.exit)  # ends the thread
+        patch.setattr(leader, "start", self.start)
+        patch.setattr(follower, "make_current", lambda device: self.reach("device"))
+        patch.setattr(follower, "RankHeartbeat", Heartbeat)
+        patch.setattr(follower, "Follower", Follower)
+
+    def start(self, module: str, rank: int) -> RankProcess:
+        (messages, far_messages), (status, far_status) = Pipe(), Pipe()
+        thread = Thread(target=self._run, args=(rank, RankConnection(far_messages, far_status)), daemon=True)
+        self.threads.append(thread)
+        thread.start()
+        return RankProcess(rank, RankConnection(messages, status), None)
+
+    def _run(self, rank: int, connection: RankConnection) -> None:
+        own.rank = rank
+        with suppress(SystemExit):
+            follower.run(connection)
+        self.heartbeats[rank].leave()
+        connection.close()
+
+    def reach(self, place: str) -> None:
+        """Call the function of this place, if there is one."""
+        self.places.get((own.rank, place), lambda: None)()
+
+    def hang(self) -> None:
+        """Wait until the ranks are aborted."""
+        self.over.wait(30)
+
+    def abort(self) -> None:
+        """Break the collective, and end the waits."""
+        self.over.set()
+        self.barrier.abort()
+
+    def end(self) -> None:
+        """Wait until all threads have ended, because `os._exit` ends the process again after the test."""
+        self.abort()
+        for thread in (*self.threads, *self.heartbeats.values()):
+            thread.join(30)
+            assert not thread.is_alive()
+
+
+@pytest.fixture
+def ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[ThreadRanks]:
+    """Three ranks: the first one is the test."""
+    own.rank = 0
+    made = ThreadRanks(monkeypatch, 3)
+    yield made
+    made.end()
+
+
+@pytest.fixture
+def begun(ranks: ThreadRanks) -> Iterator[Leader]:
+    """The first of three ranks that have loaded."""
+    made = Leader(ranks.config)
+    made.begin()
+    yield made
+    made.close()
+
+
+def meet() -> None:
+    """Wait in the collective of all ranks."""
+    collectives.Ranks(0, 3, "group").sum_(torch.ones(1))
+
+
+def fault_of(begun: Leader, message: Any = RunStep(0.0)) -> RankFailed:  # noqa: B008
+    """Send a message that the first rank applies in a collective; returns its failure."""
+    with pytest.raises(RankFailed) as raised, begun.send(message):
+        meet()
+    return raised.value
+
+
+def test_all_ranks_count_the_same_messages(ranks: ThreadRanks, begun: Leader) -> None:
+    for number in (1, 2):
+        with begun.send(RunStep(0.0)):
+            meet()
+            counts = [each.status().num_messages for each in (begun._monitor, *ranks.heartbeats.values())]
+        assert counts == [number] * 3
+
+
+def test_a_rank_that_hangs_is_named_and_not_one_that_waits_for_it(ranks: ThreadRanks, begun: Leader) -> None:
+    ranks.places[2, "before"] = ranks.hang
+    fault = fault_of(begun)
+    assert fault.rank == 2
+    assert "< reach, test_rank_monitor.py" in fault.cause
