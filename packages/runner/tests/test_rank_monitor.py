@@ -152,3 +152,33 @@ def test_a_rank_that_hangs_is_named_and_not_one_that_waits_for_it(ranks: ThreadR
     fault = fault_of(begun)
     assert fault.rank == 2
     assert "< reach, test_rank_monitor.py" in fault.cause
+
+
+def test_a_rank_that_hangs_while_loading_is_named(ranks: ThreadRanks, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first rank has loaded, and waits for the others."""
+    monkeypatch.setattr(leader, "LOAD_SECONDS", SECONDS)
+    ranks.places[2, "load"] = ranks.hang
+    with pytest.raises(RankFailed) as raised:
+        Leader(ranks.config).begin()
+    assert raised.value.rank == 2
+
+
+def test_a_rank_that_hangs_before_it_joins_is_named(ranks: ThreadRanks, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 1 waits for it in the process group."""
+    monkeypatch.setattr(leader, "LOAD_SECONDS", SECONDS)
+    ranks.places[2, "device"] = ranks.hang
+    with pytest.raises(RankFailed) as raised:
+        Leader(ranks.config)
+    assert raised.value.rank == 2
+
+
+def fail() -> None:
+    raise ZeroDivisionError("no device")
+
+
+def test_the_start_ends_at_once_if_a_rank_fails_before_it_joins(ranks: ThreadRanks) -> None:
+    """The first rank isn't waiting in the process group, where only a timeout would end it."""
+    ranks.places[2, "device"] = fail
+    with pytest.raises(RankFailed) as raised:
+        Leader(ranks.config)
+    assert str(raised.value) == "rank 2 raised ZeroDivisionError: no device"

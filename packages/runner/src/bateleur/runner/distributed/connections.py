@@ -12,17 +12,22 @@ from multiprocessing.connection import Connection
 from subprocess import Popen
 from threading import Event, Lock, Thread, get_ident
 
+from bateleur.runner.distributed import process_group
 from bateleur.runner.distributed import ranks as collectives
 from bateleur.runner.errors import CollectiveBroken, RankFailed
 
 _CLOSING_SECONDS = 5.0  # for the worker to see the end of messages after the end of the status connection
 _NUM_FRAMES = 4  # innermost frames in a status
+_COLLECTIVE_FILES = {collectives.__file__, process_group.__file__}  # with functions that wait for all ranks
 
 
 class StartPhase(Enum):
-    """Status message of a starting rank: the process runs, or the model is loaded."""
+    """Status message of a starting rank: it joins the process group next, or the model is loaded.
 
-    STARTED = "runs, and can join the process group"
+    The first rank joins when all others have sent STARTED. Before that it notices at once if one of them has failed.
+    """
+
+    STARTED = "joins the process group"
     READY = "has loaded the model, and waits for messages"
 
 
@@ -49,7 +54,7 @@ class RankStatus:
 
     num_messages: engine messages of which processing has begun; the current message counts on every rank, also on the
     first one. idle: whether it waits for the next one, or for other ranks. in_collective: whether it waits in a
-    collective. frame: innermost frames of its thread.
+    collective, or for other ranks to join the process group. frame: innermost frames of its thread.
     """
 
     num_messages: int
@@ -115,7 +120,7 @@ class Progress:
         """Return what the thread does now."""
         frame = None if self._idle else sys._current_frames().get(self._worker)
         stack = [] if frame is None else [(each.f_code, line) for each, line in traceback.walk_stack(frame)]
-        inside = any(code.co_filename == collectives.__file__ for code, _ in stack)
+        inside = any(code.co_filename in _COLLECTIVE_FILES for code, _ in stack)
         inner = [f"{code.co_name}, {os.path.basename(code.co_filename)}:{line}" for code, line in stack[:_NUM_FRAMES]]
         return RankStatus(self._num_messages, self._idle, inside, f"in {' < '.join(inner)}")
 

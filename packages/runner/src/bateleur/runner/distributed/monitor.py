@@ -42,7 +42,9 @@ class RankMonitor(Progress):
 
     def wait(self, phase: StartPhase) -> None:
         """Wait until all other ranks have reached a phase. Raises RankFailed."""
+        self._idle = True  # a rank that hangs in its start is to be named, not this one
         self._phases[phase].wait()
+        self._idle = False
         if self.fault is not None:
             raise self.fault
 

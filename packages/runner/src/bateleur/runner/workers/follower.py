@@ -137,12 +137,12 @@ def run(connection: RankConnection) -> None:
     heartbeat = RankHeartbeat(connection, LOAD_SECONDS)
     with _reporting_errors(heartbeat):
         start: WorkerStart = connection.messages.recv()
-        heartbeat.send(StartPhase.STARTED)
         ranks = Ranks(start.rank, start.size, local=(start.rank, start.size))
         device = device_of(start.config, ranks)
         make_current(device)
         share_threads(device, start.num_threads, start.size)
         store = TCPStore(LOCALHOST, start.port, start.size, timeout=timedelta(seconds=JOIN_SECONDS))
+        heartbeat.send(StartPhase.STARTED)
         group = ProcessGroup(store, ranks, device, LOAD_SECONDS)
         follow(connection, heartbeat, start.config, group, start.step_seconds)
     os._exit(0)
@@ -153,9 +153,9 @@ def run_under_torchrun(config: EngineConfig, rendezvous: TorchrunRendezvous) -> 
     connection = rendezvous.connect()
     heartbeat = RankHeartbeat(connection, LOAD_SECONDS)
     with _reporting_errors(heartbeat):
-        heartbeat.send(StartPhase.STARTED)
         device = device_of(config, rendezvous.ranks)
         with use_device(device):
+            heartbeat.send(StartPhase.STARTED)
             group = ProcessGroup(rendezvous.store, rendezvous.ranks, device, LOAD_SECONDS)
             follow(connection, heartbeat, config, group, config.parallel.rank_timeout)
             group.close()
