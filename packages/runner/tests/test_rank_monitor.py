@@ -18,8 +18,9 @@ import torch
 from bateleur.runner.config.engine_config import EngineConfig
 from bateleur.runner.distributed import process_group
 from bateleur.runner.distributed import ranks as collectives
-from bateleur.runner.distributed.connections import RankConnection, RankHeartbeat, RankProcess
-from bateleur.runner.engine.messages import RunStep
+from bateleur.runner.distributed.connections import RankConnection, RankHeartbeat, RankProcess, RankStatus
+from bateleur.runner.distributed.monitor import find_failure
+from bateleur.runner.engine.messages import AddRequests, RunStep
 from bateleur.runner.errors import RankFailed
 from bateleur.runner.workers import follower, leader
 from bateleur.runner.workers.leader import Leader
@@ -182,3 +183,61 @@ def test_the_start_ends_at_once_if_a_rank_fails_before_it_joins(ranks: ThreadRan
     with pytest.raises(RankFailed) as raised:
         Leader(ranks.config)
     assert str(raised.value) == "rank 2 raised ZeroDivisionError: no device"
+
+
+class Slow:
+    """A part of a message that hangs when rank 2 unpickles it."""
+
+    def __reduce__(self) -> Any:
+        return _unpickled, ()
+
+
+hang_unpickling: Callable[[], object] = fail
+
+
+def _unpickled() -> float:
+    if own.rank == 2:
+        hang_unpickling()
+    return 0.0
+
+
+def test_a_rank_that_hangs_in_reading_a_message_is_named(
+    ranks: ThreadRanks, begun: Leader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(globals(), "hang_unpickling", ranks.hang)
+    step: Any = RunStep
+    fault = fault_of(begun, step(Slow()))
+    assert fault.rank == 2
+    assert "< _unpickled, test_rank_monitor.py" in fault.cause
+
+
+def test_the_first_rank_is_not_named_if_it_cannot_send(ranks: ThreadRanks, begun: Leader) -> None:
+    """Rank 2 hangs after a collective and does not read the next message, which is too long for the pipe."""
+    ranks.places[2, "after"] = ranks.hang
+    with begun.send(RunStep(0.0)):
+        meet()
+    long: Any = AddRequests((bytes(1 << 24),))  # type: ignore[arg-type]
+    fault = fault_of(begun, long)
+    assert fault.rank == 2
+    assert "< reach, test_rank_monitor.py" in fault.cause
+
+
+def status(num_messages: int, place: str) -> RankStatus:
+    return RankStatus(num_messages, place == "idle", place == "collective", f"in {place}")
+
+
+@pytest.mark.parametrize(
+    ("statuses", "named"),
+    [
+        (["5 collective", "5 collective", "5 elsewhere"], 2),
+        (["5 collective", "4 idle", "4 collective"], 2),
+        (["5 elsewhere", "5 collective", "4 elsewhere"], 2),
+        (["5 collective", "4 collective", "4 elsewhere"], 2),
+        (["5 idle", "5 collective", "5 idle"], 1),
+        (["5 collective", "5 collective", "5 collective"], 0),
+    ],
+)
+def test_the_rank_that_others_wait_for_is_named(statuses: list[str], named: int) -> None:
+    split = [each.split() for each in statuses]
+    rank, fault = find_failure({rank: status(int(count), place) for rank, (count, place) in enumerate(split)}, 2.0)
+    assert (rank, fault.cause) == (named, f"has stood still for 2 s in {split[named][1]}")

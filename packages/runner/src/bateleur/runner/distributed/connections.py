@@ -108,6 +108,10 @@ class Progress:
         self._num_messages += 1
         self._since = time.monotonic()
 
+    def set_limit(self, limit: float) -> None:
+        """Set the maximum seconds of the message in progress."""
+        self._limit = limit
+
     def wait_for_others(self) -> None:
         """Record that this rank has finished its part of the message, and waits for other ranks."""
         self._idle = True

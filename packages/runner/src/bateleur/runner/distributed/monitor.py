@@ -156,7 +156,10 @@ def find_failure(signs: Mapping[int, RankFault | RankStatus], seconds: float) ->
     """Return the rank that has most likely failed first, and how. signs: last message or state of each rank.
 
     seconds: time for which the ranks have made no progress, for the error message.
-    A rank that is not idle, and has received fewer messages than others or is in no collective, counts as stuck.
+    A rank that has received fewer messages than others, or is outside of a collective, counts as stuck. If several
+    ranks are stuck or all wait, the rank with the fewest messages is returned, because the others may wait for it: the
+    first rank waits to send the next message to a rank that does not read. Of ranks with equally many messages, those
+    that wait for the next one come last, and those in a collective before them.
     """
     most = max((each.num_messages for each in signs.values() if isinstance(each, RankStatus)), default=0)
 
@@ -168,5 +171,11 @@ def find_failure(signs: Mapping[int, RankFault | RankStatus], seconds: float) ->
         kind = Sign.STUCK if lags and not sign.idle else Sign.WAITING
         return RankFault(kind, f"has stood still for {seconds:.3g} s {where}")
 
+    def order(rank: int) -> tuple[int, ...]:
+        sign = signs[rank]
+        progress = (sign.num_messages, sign.idle, sign.in_collective) if isinstance(sign, RankStatus) else ()
+        return found[rank].sign, *progress, rank
+
     found = {rank: fault(sign) for rank, sign in signs.items()}
-    return min(found.items(), key=lambda each: (each[1].sign, each[0]))
+    rank = min(found, key=order)
+    return rank, found[rank]

@@ -122,10 +122,11 @@ def follow(
         except (EOFError, OSError):
             heartbeat.leave()
             return
+        heartbeat.begin(step_seconds + GRACE_SECONDS)  # reading a message can hang, too
         message = pickle.loads(received)
         limit = time_limit(message, step_seconds) + GRACE_SECONDS
         group.limit(limit)
-        heartbeat.begin(limit)
+        heartbeat.set_limit(limit)
         reply = follower.follow(message)
         if reply is not None:
             connection.messages.send_bytes(pickle.dumps(reply, pickle.HIGHEST_PROTOCOL))
