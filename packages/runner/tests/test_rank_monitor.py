@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from multiprocessing import Pipe
@@ -18,8 +19,8 @@ import torch
 from bateleur.runner.config.engine_config import EngineConfig
 from bateleur.runner.distributed import process_group
 from bateleur.runner.distributed import ranks as collectives
-from bateleur.runner.distributed.connections import RankConnection, RankHeartbeat, RankProcess, RankStatus
-from bateleur.runner.distributed.monitor import find_failure
+from bateleur.runner.distributed.connections import RankConnection, RankHeartbeat, RankProcess, RankStatus, StartPhase
+from bateleur.runner.distributed.monitor import RankMonitor, find_failure
 from bateleur.runner.engine.messages import AddRequests, RunStep
 from bateleur.runner.errors import RankFailed
 from bateleur.runner.workers import follower, leader
@@ -241,3 +242,39 @@ def test_the_rank_that_others_wait_for_is_named(statuses: list[str], named: int)
     split = [each.split() for each in statuses]
     rank, fault = find_failure({rank: status(int(count), place) for rank, (count, place) in enumerate(split)}, 2.0)
     assert (rank, fault.cause) == (named, f"has stood still for 2 s in {split[named][1]}")
+
+
+class SlowExit:
+    """A process whose connections are closed some time before it has exited."""
+
+    def wait(self, timeout: float) -> int:
+        time.sleep(0.8)
+        return 3
+
+    def kill(self) -> None: ...
+
+
+@pytest.fixture
+def exiting() -> Iterator[RankMonitor]:
+    """The monitor of rank 1, whose connections are closed while it exits."""
+    (messages, far_messages), (status, far_status) = Pipe(), Pipe()
+    process: Any = SlowExit()
+    far_messages.close()
+    far_status.close()
+    ranks = [RankProcess(1, RankConnection(messages, status), process)]
+    made = RankMonitor(lambda: ranks, lambda: None, 60.0)
+    yield made
+    made.close()
+
+
+def test_a_rank_that_exits_slowly_is_named(exiting: RankMonitor) -> None:
+    """A collective of the first rank breaks when the other rank closes its sockets."""
+    fault = exiting.wait_over()
+    assert str(fault) == "rank 1 has left with exit code 3"
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_an_error_in_a_callback_does_not_stop_the_first_rank(exiting: RankMonitor) -> None:
+    exiting.on_fault = lambda fault: fail()
+    with pytest.raises(RankFailed):
+        exiting.wait(StartPhase.READY)

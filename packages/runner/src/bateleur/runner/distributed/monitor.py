@@ -7,7 +7,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
-from subprocess import TimeoutExpired
+from subprocess import Popen, TimeoutExpired
 from threading import Event, Thread
 
 from bateleur.runner.distributed.connections import Progress, RankFault, RankProcess, RankStatus, Sign, StartPhase
@@ -73,12 +73,14 @@ class RankMonitor(Progress):
         for each in ranks:
             each.connection.close()
         _end(ranks, 0.0 if failed else _EXIT_SECONDS)
-        if failed and self.fault is not None:
-            self._abort()
-            if self.on_fault is not None:
-                self.on_fault(self.fault)
-        for event in (*self._phases.values(), self._over):
-            event.set()
+        try:
+            if failed and self.fault is not None:
+                self._abort()
+                if self.on_fault is not None:
+                    self.on_fault(self.fault)
+        finally:  # the first rank waits for these events
+            for event in (*self._phases.values(), self._over):
+                event.set()
 
     def _watch(self, ranks: dict[Connection, RankProcess]) -> bool:
         """Watch the ranks. Return True at a sign of failure or after the time limit, False after `close`."""
@@ -119,25 +121,31 @@ class RankMonitor(Progress):
             text = f"does not answer, {elapsed:.3g} s after a step began"
             signs |= {each.rank: RankFault(Sign.SILENT, text) for each in silent.values()}
         rank, found_fault = find_failure(signs, elapsed)
-        self.fault = RankFailed(rank, found_fault.cause)
+        exited = found_fault.sign == Sign.EXITED
+        process = next((each.process for each in ranks if each.rank == rank), None)
+        self.fault = RankFailed(rank, _describe_exit(process) if exited else found_fault.cause)
         if found_fault.trace:
             self.fault.add_note(found_fault.trace)
 
 
 def _read(rank: RankProcess) -> StartPhase | RankFault | RankStatus:
-    """Read a status message. Of a rank whose connections are closed, return how its process has exited."""
+    """Read a status message. If the connection is closed, return that the rank has exited."""
     try:
         message: StartPhase | RankFault | RankStatus = rank.connection.status.recv()
         return message
     except (EOFError, OSError):
-        how = "has left"
-    if rank.process is not None:
-        try:
-            code = rank.process.wait(_EXIT_SECONDS)
-            how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"has left with exit code {code}"
-        except TimeoutExpired:
-            how = "has closed its connections"
-    return RankFault(Sign.EXITED, how)
+        return RankFault(Sign.EXITED, _describe_exit(None))
+
+
+def _describe_exit(process: Popen[bytes] | None) -> str:
+    """Return how a rank that has closed its connections has exited. Wait for its process, None if unknown, to do so."""
+    if process is None:
+        return "has left"
+    try:
+        code = process.wait(_EXIT_SECONDS)
+    except TimeoutExpired:
+        return "has closed its connections"
+    return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"has left with exit code {code}"
 
 
 def _end(ranks: Sequence[RankProcess], seconds: float) -> None:
