@@ -7,7 +7,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
+from datetime import timedelta
 from multiprocessing import Pipe
 from threading import Barrier, Event, Thread
 from typing import Any
@@ -15,15 +16,18 @@ from unittest.mock import MagicMock
 
 import pytest
 import torch
+from torch._C._distributed_c10d import TCPStore
 
 from bateleur.runner.config.engine_config import EngineConfig
 from bateleur.runner.distributed import process_group
 from bateleur.runner.distributed import ranks as collectives
 from bateleur.runner.distributed.connections import RankConnection, RankHeartbeat, RankProcess, RankStatus, StartPhase
 from bateleur.runner.distributed.monitor import RankMonitor, find_failure
-from bateleur.runner.engine.messages import AddRequests, RunStep
-from bateleur.runner.errors import RankFailed
+from bateleur.runner.distributed.process_group import LOCALHOST, ProcessGroup
+from bateleur.runner.engine.messages import AddRequests, RunOperation, RunStep
+from bateleur.runner.errors import CollectiveBroken, RankFailed
 from bateleur.runner.workers import follower, leader
+from bateleur.runner.workers.follower import GRACE_SECONDS
 from bateleur.runner.workers.leader import Leader
 
 SECONDS = 1.0
@@ -116,8 +120,10 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[ThreadRanks]:
     """Three ranks: the first one is the test."""
     own.rank = 0
     made = ThreadRanks(monkeypatch, 3)
-    yield made
-    made.end()
+    try:
+        yield made
+    finally:
+        made.end()
 
 
 @pytest.fixture
@@ -125,8 +131,8 @@ def begun(ranks: ThreadRanks) -> Iterator[Leader]:
     """The first of three ranks that have loaded."""
     made = Leader(ranks.config)
     made.begin()
-    yield made
-    made.close()
+    with closing(made):
+        yield made
 
 
 def meet() -> None:
@@ -278,3 +284,32 @@ def test_an_error_in_a_callback_does_not_stop_the_first_rank(exiting: RankMonito
     exiting.on_fault = lambda fault: fail()
     with pytest.raises(RankFailed):
         exiting.wait(StartPhase.READY)
+
+
+def test_the_first_rank_reports_a_hang_first(ranks: ThreadRanks) -> None:
+    """The time limit of another rank begins later and is longer: to load, for a step and for a long operation."""
+    begun: list[Leader] = []
+    grace: list[float] = []
+
+    def compare() -> None:
+        monitor, heartbeat = begun[0]._monitor, ranks.heartbeats[1]
+        assert heartbeat._since >= monitor._since
+        grace.append(heartbeat._limit - monitor._limit)
+
+    ranks.places[1, "before"] = compare
+    with closing(Leader(ranks.config)) as made:
+        begun.append(made)
+        compare()
+        made.begin()
+        for message in (RunStep(0.0), RunOperation("flush_disk")):
+            with made.send(message):
+                meet()
+    assert grace == [GRACE_SECONDS] * 3
+
+
+def test_the_first_rank_does_not_wait_for_ever_to_join(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other rank has exited after it reported that it joins. Collectives have a longer time limit than joining."""
+    monkeypatch.setattr(process_group, "JOIN_SECONDS", 0.2)
+    store = TCPStore(LOCALHOST, 0, 2, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=5))
+    with pytest.raises(CollectiveBroken, match=r"^ranks cannot join the process group: .*timeout"):
+        ProcessGroup(store, collectives.Ranks(0, 2, local=(0, 2)), torch.device("cpu"), 60.0)

@@ -8,9 +8,11 @@ import torch
 from torch._C import _distributed_c10d
 
 from bateleur.runner.distributed.ranks import Ranks
+from bateleur.runner.errors import CollectiveBroken
 from bateleur.runner.utils.device import use_device
 
 LOCALHOST = "127.0.0.1"
+JOIN_SECONDS = 60.0  # time limit for ranks to find each other
 _numbers = count(1)
 _c10d: Any = _distributed_c10d  # whose stubs lack half of what is used here
 
@@ -24,16 +26,23 @@ class ProcessGroup:
     """
 
     def __init__(self, store: Any, ranks: Ranks, device: torch.device, timeout: float) -> None:
-        """Join the group with all ranks of `store` at the same time. timeout: maximum seconds of a collective."""
+        """Join the group with all ranks of `store` at the same time. timeout: maximum seconds of a collective.
+
+        Raises CollectiveBroken if another rank does not join. The first rank joins when all others are about to, so it
+        waits `JOIN_SECONDS` for a rank that may have exited. The others wait for `timeout`, until all have started.
+        """
         name, rank, size = f"bateleur-{next(_numbers)}", ranks.rank, ranks.size
         alone = ranks.local[1] == size  # on this machine
         limit, gloo = timedelta(seconds=timeout), _c10d.ProcessGroupGloo
-        self._limit, self._device = timeout, device
+        self._limit, self._device = timeout if rank else JOIN_SECONDS, device
         options = gloo._Options()
-        options._timeout = limit
+        options._timeout = timedelta(seconds=self._limit)
         options._devices = [gloo.create_device(LOCALHOST) if alone else gloo.create_default_device()]
         self._group = group = _c10d.ProcessGroup(store, rank, size)
-        backend = gloo(_c10d.PrefixStore("gloo", store), rank, size, options)
+        try:
+            backend = gloo(_c10d.PrefixStore("gloo", store), rank, size, options)
+        except RuntimeError as error:
+            raise CollectiveBroken(f"ranks cannot join the process group: {error}") from error
         group._register_backend(torch.device("cpu"), group.BackendType.GLOO, backend)
         group._set_default_backend(group.BackendType.GLOO)
         if device.type == "cuda":
@@ -46,6 +55,7 @@ class ProcessGroup:
         group._set_group_name(name)
         _c10d._register_process_group(name, group)
         self.ranks = Ranks(rank, size, name, ranks.local)
+        self.limit(timeout)
 
     def limit(self, timeout: float) -> None:
         """Set the timeout of collectives, in seconds."""

@@ -17,7 +17,7 @@ from torch._C._distributed_c10d import TCPStore
 from bateleur.runner.config.engine_config import EngineConfig
 from bateleur.runner.distributed.connections import RankConnection, RankHeartbeat, StartPhase
 from bateleur.runner.distributed.launch import TorchrunRendezvous, inherited
-from bateleur.runner.distributed.process_group import LOCALHOST, ProcessGroup
+from bateleur.runner.distributed.process_group import JOIN_SECONDS, LOCALHOST, ProcessGroup
 from bateleur.runner.distributed.ranks import Ranks
 from bateleur.runner.engine import messages
 from bateleur.runner.engine.engine import Engine
@@ -29,7 +29,6 @@ from bateleur.runner.requests.request_group import RequestGroup
 from bateleur.runner.utils.device import make_current, use_device
 
 LOAD_SECONDS = 3600.0  # time limit of loading and capturing, and of long operations
-JOIN_SECONDS = 60.0  # time limit for ranks to find each other
 STATS_SECONDS = 0.25  # between two replies with counters, if no request ends
 GRACE_SECONDS = 5.0  # added to the limits of other ranks, so that the first rank reports a hang first
 
@@ -135,7 +134,7 @@ def follow(
 
 def run(connection: RankConnection) -> None:
     """Run a rank in a process that the first rank has started, and exit the process."""
-    heartbeat = RankHeartbeat(connection, LOAD_SECONDS)
+    heartbeat = RankHeartbeat(connection, LOAD_SECONDS + GRACE_SECONDS)
     with _reporting_errors(heartbeat):
         start: WorkerStart = connection.messages.recv()
         ranks = Ranks(start.rank, start.size, local=(start.rank, start.size))
@@ -152,7 +151,7 @@ def run(connection: RankConnection) -> None:
 def run_under_torchrun(config: EngineConfig, rendezvous: TorchrunRendezvous) -> NoReturn:
     """Run a rank in a process that torchrun has started. Raises SystemExit when the first rank has ended."""
     connection = rendezvous.connect()
-    heartbeat = RankHeartbeat(connection, LOAD_SECONDS)
+    heartbeat = RankHeartbeat(connection, LOAD_SECONDS + GRACE_SECONDS)
     with _reporting_errors(heartbeat):
         device = device_of(config, rendezvous.ranks)
         with use_device(device):

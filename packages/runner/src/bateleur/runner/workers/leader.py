@@ -19,7 +19,7 @@ from bateleur.runner.config.engine_config import EngineConfig
 from bateleur.runner.distributed.connections import RankProcess, StartPhase, type_and_message
 from bateleur.runner.distributed.launch import TorchrunRendezvous, start
 from bateleur.runner.distributed.monitor import RankMonitor
-from bateleur.runner.distributed.process_group import LOCALHOST, ProcessGroup
+from bateleur.runner.distributed.process_group import JOIN_SECONDS, LOCALHOST, ProcessGroup
 from bateleur.runner.distributed.ranks import Ranks
 from bateleur.runner.engine.messages import AddRequests, Message, Reply
 from bateleur.runner.engine.setup import device_of
@@ -28,7 +28,7 @@ from bateleur.runner.models.sharding import shard_experts, shard_model
 from bateleur.runner.utils.arguments import refuse, shown
 from bateleur.runner.utils.device import resolve_device
 from bateleur.runner.workers import follower
-from bateleur.runner.workers.follower import GRACE_SECONDS, JOIN_SECONDS, LOAD_SECONDS, WorkerStart
+from bateleur.runner.workers.follower import GRACE_SECONDS, LOAD_SECONDS, WorkerStart
 
 
 def _start(size: int) -> list[RankProcess]:
