@@ -11,6 +11,7 @@ from contextlib import closing, suppress
 from datetime import timedelta
 from multiprocessing import Pipe
 from threading import Barrier, Event, Thread
+from types import FrameType
 from typing import Any
 from unittest.mock import MagicMock
 
@@ -21,7 +22,14 @@ from torch._C._distributed_c10d import TCPStore
 from bateleur.runner.config.engine_config import EngineConfig
 from bateleur.runner.distributed import process_group
 from bateleur.runner.distributed import ranks as collectives
-from bateleur.runner.distributed.connections import RankConnection, RankHeartbeat, RankProcess, RankStatus, StartPhase
+from bateleur.runner.distributed.connections import (
+    Progress,
+    RankConnection,
+    RankHeartbeat,
+    RankProcess,
+    RankStatus,
+    StartPhase,
+)
 from bateleur.runner.distributed.monitor import RankMonitor, find_failure
 from bateleur.runner.distributed.process_group import LOCALHOST, ProcessGroup
 from bateleur.runner.engine.messages import AddRequests, RunOperation, RunStep
@@ -313,3 +321,21 @@ def test_the_first_rank_does_not_wait_for_ever_to_join(monkeypatch: pytest.Monke
     store = TCPStore(LOCALHOST, 0, 2, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=5))
     with pytest.raises(CollectiveBroken, match=r"^ranks cannot join the process group: .*timeout"):
         ProcessGroup(store, collectives.Ranks(0, 2, local=(0, 2)), torch.device("cpu"), 60.0)
+
+
+@pytest.mark.skipif(not torch.backends.cuda.is_built(), reason="torch.cuda.Event needs torch with CUDA, but no GPU")
+def test_a_rank_that_waits_for_its_gpu_is_not_stuck() -> None:
+    """Its stream may contain a collective that waits for another rank."""
+    progress, event = Progress(0.0, 1.0), torch.cuda.Event()
+    found: list[RankStatus] = []
+
+    def profile(frame: FrameType, kind: str, function: Any) -> None:
+        if kind == "c_call" and function.__name__ == "synchronize":
+            found.append(progress.status())
+
+    sys.setprofile(profile)
+    event.synchronize()
+    sys.setprofile(None)
+    (waiting,) = found
+    busy = progress.status()
+    assert find_failure({0: waiting, 1: busy}, 2.0)[0] == 1

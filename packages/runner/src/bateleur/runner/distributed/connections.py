@@ -12,13 +12,16 @@ from multiprocessing.connection import Connection
 from subprocess import Popen
 from threading import Event, Lock, Thread, get_ident
 
+from torch.cuda import streams
+
 from bateleur.runner.distributed import process_group
 from bateleur.runner.distributed import ranks as collectives
 from bateleur.runner.errors import CollectiveBroken, RankFailed
 
 _CLOSING_SECONDS = 5.0  # for the worker to see the end of messages after the end of the status connection
 _NUM_FRAMES = 4  # innermost frames in a status
-_COLLECTIVE_FILES = {collectives.__file__, process_group.__file__}  # with functions that wait for all ranks
+_WAITING_FILES = {collectives.__file__, process_group.__file__, streams.__file__}
+"""Files with functions that wait for all ranks. With NCCL, the host waits for a CUDA event after a collective."""
 
 
 class StartPhase(Enum):
@@ -52,9 +55,10 @@ class RankFault:
 class RankStatus:
     """Reply to a status request: what a rank is doing now.
 
-    num_messages: engine messages of which processing has begun; the current message counts on every rank, also on the
-    first one. idle: whether it waits for the next one, or for other ranks. in_collective: whether it waits in a
-    collective, or for other ranks to join the process group. frame: innermost frames of its thread.
+    num_messages: number of engine messages, including the current one. Loading the model is not counted. idle: whether
+    the rank waits for the next message, or for other ranks. in_collective: whether it waits in a collective, for other
+    ranks to join the process group, or for its GPU, which may be in a collective. frame: innermost frames of its
+    thread.
     """
 
     num_messages: int
@@ -124,7 +128,7 @@ class Progress:
         """Return what the thread does now."""
         frame = None if self._idle else sys._current_frames().get(self._worker)
         stack = [] if frame is None else [(each.f_code, line) for each, line in traceback.walk_stack(frame)]
-        inside = any(code.co_filename in _COLLECTIVE_FILES for code, _ in stack)
+        inside = any(code.co_filename in _WAITING_FILES for code, _ in stack)
         inner = [f"{code.co_name}, {os.path.basename(code.co_filename)}:{line}" for code, line in stack[:_NUM_FRAMES]]
         return RankStatus(self._num_messages, self._idle, inside, f"in {' < '.join(inner)}")
 
