@@ -136,5 +136,7 @@ class DecodeEagleCudaGraphManager(CudaGraphManager[DraftState, Tensor]):
 
     @staticmethod
     def ask(num_rows: int, chain: int | None) -> UnpaddedBatch:
-        """Return the batch to dispatch: `num_rows` requests of one token. chain: drafts per graph; None: one pass."""
+        """Return the batch to dispatch: `num_rows` requests of one token.
+        chain: number of drafts that one graph samples; None for graphs of one draft pass each.
+        """
         return UnpaddedBatch(num_rows, num_rows, 1, 1, True, () if chain is None else (chain,))

@@ -76,7 +76,7 @@ class ProposalPasses:
 class DraftPasses:
     """Runs the draft passes of a head over its paged KV caches.
 
-    refresh: function that updates metadata from the buffers, on the device; see `refresh_of`.
+    refresh: function that updates attention metadata for the next pass, on the device; None: each pass needs a build.
     rule: acceptance rule of the drafts, which determines the noise that they are sampled with.
     """
 

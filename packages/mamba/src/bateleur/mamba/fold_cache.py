@@ -28,8 +28,8 @@ def step_metadata(
 ) -> MambaMetadata:  # fmt: skip
     """Return the metadata of a step with `first` decode rows and then prefills.
 
-    plan: result of `plan_step` or `plan_replay`. request_row: (R,) rows of the `RequestStates`. table, computed,
-    query_lens: as in `FoldCache.step`.
+    plan: result of `plan_step` or `plan_replay`. table, request_row: (R, columns) state slots, and (R,) rows of the
+    `RequestStates`. computed, query_lens: tokens of each request before the step and in it.
     """
     starts, chunks = np.add.accumulate([0, *query_lens], dtype=np.int32), PrefillChunks.empty(table.device)
     if first < len(query_lens):
@@ -136,7 +136,7 @@ class FoldCache:
         return FoldStep(self, meta, computed)
 
     def _flush_rings(self, table: Tensor, rows: Tensor, computed: Tensor) -> None:
-        """Add the ring of each prefill that decoded before to its saved state, because a scan reads no ring."""
+        """Add the ring (inputs of earlier decodes) of prefill rows to saved states, because a scan reads no ring."""
         carried, one = self.states.gather(rows), torch.ones_like(rows)
         plan = plan_replay(self.layout, table, computed, one, carried.base, carried.accepted)
         filled, size = plan.ring_len > 0, self.layout.block_size
@@ -161,7 +161,7 @@ class FoldCache:
         self.states.scatter(rows, carried.accepted, base=computed)
 
     def fold(self, plan: FoldPlan, replay: ReplayPlan, rows: Tensor) -> None:
-        """Add ring entries to saved states in all layers, by the planners' results. rows: (R,) rows of the requests."""
+        """Add ring entries (later inputs) to saved states in all layers, as planned. rows: (R,) rows of requests."""
         self.pages.fold(plan, replay, rows, self._params)
 
     def _check_rows(self, rows: Sequence[int]) -> None:
@@ -188,7 +188,7 @@ class FoldStep:
         return self._cache.mixers[index].mix(channels, gates, *layer)
 
     def commit(self, accepted: Sequence[int] | Tensor) -> Tensor:
-        """End the step: add ring entries to saved states in all layers if necessary, and update the `RequestStates`.
+        """End the step: add ring entries (later inputs) to saved states if necessary, and update the `RequestStates`.
 
         accepted: (R,) accepted tokens of each decode, at least 1; ignored for prefills. Returns (R,) int64, the tokens
         of each request after the step. The state at each passed block boundary is in its state slot and may be added to

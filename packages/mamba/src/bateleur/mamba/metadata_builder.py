@@ -83,8 +83,8 @@ class MambaMetadataBuilder:
     def build(self, common: CommonAttentionMetadata, group: int, phase: BuildPhase = BuildPhase.RUN) -> MambaMetadata:
         """Build the metadata of KV-cache group `group`. `common` is not modified; `phase` is ignored.
 
-        Raises ValueError for more rows than `max_num_reqs`, for a missing table of request rows (with `states`), and
-        for a decode row after a prefill row (with `states`), because a prefill scan treats drafts as accepted.
+        Raises ValueError for more rows than `max_num_reqs`. With `RequestStates` also if the next group's block table
+        is not one column of request rows, and if a decode follows a row in its prompt: a prefill accepts all drafts.
         """
         del phase
         num_reqs, most = common.num_reqs, len(self._row_indices)

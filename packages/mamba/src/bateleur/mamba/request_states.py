@@ -61,7 +61,7 @@ class RequestStates:
 
     @property
     def values(self) -> Tensor:
-        """(3, num_rows) int64: accepted tokens of the last step, first column it wrote, tokens in the saved state."""
+        """(3, num_rows) int64: last step's accepted tokens and first block-table column, tokens in the saved state."""
         return self._states
 
     def admit(self, rows: OnHost, computed: OnHost | int = 0) -> None:
@@ -80,7 +80,7 @@ class RequestStates:
     def scatter(
         self, rows: Tensor, accepted: Tensor, *, prev_col: Tensor | None = None, base: Tensor | None = None
     ) -> None:
-        """Store a step's accepted tokens, and the first column it wrote (SLOTS) or tokens in the saved state (FOLD).
+        """Store a step's accepted tokens, and first block-table column (policy SLOTS) or saved-state tokens (FOLD).
 
         rows: (R,) integer, as in `gather`. Others: (R,) int64 from `plan_copy` or `plan_fold`, ignored if the row is 0.
         """

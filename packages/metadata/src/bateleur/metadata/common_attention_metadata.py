@@ -116,10 +116,10 @@ def leading(values: Mapping[str, Any], name: str, size: int) -> Any:
 
 
 def leading_arrays(view: Callable[[str, int], Any], num_reqs: int, num_tokens: int) -> dict[str, Any]:
-    """Return all array fields of a :class:`CommonAttentionMetadata` by name, cut to a number of requests and tokens.
+    """Return all arrays of a :class:`CommonAttentionMetadata` by name, cut to a number of requests and tokens.
 
-    The two host arrays of lengths become one ``seq_len_bound``. view: ``view(name, size)`` returns the first ``size``
-    entries of the field ``name``, as :func:`leading` does.
+    The result has a :class:`SeqLenBound` ``seq_len_bound`` in place of its host arrays ``seq_lens_cpu_upper_bound`` and
+    ``seq_lens_cpu_exact``. view: ``view(name, size)`` returns the first ``size`` entries of an array.
     """
     arrays = {name: view(name, field.leading_dim.size(num_reqs, num_tokens)) for name, field in FIELDS.items()}
     bound = SeqLenBound(arrays.pop("seq_lens_cpu_upper_bound"), arrays.pop("seq_lens_cpu_exact"))

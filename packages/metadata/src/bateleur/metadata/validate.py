@@ -31,7 +31,7 @@ def validate(
     level: Literal["host", "device"] = "host",
     seq_len_fill: int = 0,
 ) -> None:
-    """Check every field of a real or dummy batch. ``seq_len_fill``: as of its :class:`InputBuffers`.
+    """Check every field of a real or dummy batch. ``seq_len_fill``: value that ``seq_lens`` must have in padded rows.
 
     Level ``host`` reads host memory only: sizes, dtypes, contents of host fields. Level ``device`` also copies device
     fields to the host, which waits for the device. Raises :class:`BatchInvariant`.

@@ -34,8 +34,8 @@ _CLOSE = tl.constexpr(4)  # samples between two keys that are close enough
 def bisect(
     key_S, mass_S, tail, errors, num_above, low, high, MASS: tl.constexpr, SAMPLES: tl.constexpr
 ):  # fmt: skip
-    """Bisect between the sort keys `low` and `high`, until few samples are between them. Returns low, number of samples
-    at or above it, high, and the same number for high.
+    """Bisect between the sort keys (int64, in logit order) `low` and `high`, until few samples are between them.
+    Returns low, number of samples at or above it, high, and the same number for high.
 
     A key replaces `low` if at least `num_above` samples are at or above it, and the weight of the samples below it,
     plus `errors` standard errors, is at most `tail`; else it replaces `high`.
@@ -63,9 +63,9 @@ def bisect(
 def bracket_of(key_S, mass_S, tail, floor, ceiling, room, MASS: tl.constexpr, SAMPLES: tl.constexpr):
     """Return low and high end of a bracket: an interval of sort keys that probably contains a threshold.
 
-    The threshold is the sort key for which the samples below it have the total weight `tail`. A sample weighs its
-    probability mass if MASS is True, else 1. The high end is the ceiling if at most `room` samples are at or above the
-    low end. key_S, mass_S: as for `bisect`. Other parameters: see the module.
+    The threshold is the sort key for which the samples below it have the total weight `tail`. A sample (`key_S`) weighs
+    its probability mass (`mass_S`) if MASS is True, else 1. The high end is the ceiling if at most `room` samples are
+    at or above the low end. floor, ceiling: lowest and highest sort key that min_p keeps.
     """
     low, num_low, _, _ = bisect(key_S, mass_S, tail, _ERRORS, _FEW, floor, ceiling, MASS, SAMPLES)
     high = ceiling
@@ -83,11 +83,12 @@ def sample_brackets(
     row_ptr, size, temperature, penalties, best, total, top_k, top_p, floor, ceiling, room,
     KIND: tl.constexpr, SAMPLES: tl.constexpr,
 ):  # fmt: skip
-    """Estimate the brackets of a row's top_k and top_p thresholds; returns low_k, high_k, low_p, high_p.
+    """Estimate a row's brackets: intervals of sort keys that probably contain its thresholds of top_k and top_p.
+    Returns low_k, high_k, low_p, high_p.
 
     best: largest logit over the temperature. total: mass of the row, in units of the mass of its best token. In a row
-    without top_k, the bracket of top_k is empty and below the floor, so that all kept tokens count as above it.
-    floor, ceiling, room: see the module. penalties: result of `penalties_of`.
+    without top_k, the bracket of top_k is empty and below the floor, so that all kept tokens count as above it. floor,
+    ceiling: lowest and highest key that min_p keeps. room: most samples in a bracket. penalties: of `penalties_of`.
     """
     sample_S = tl.arange(0, SAMPLES)
     lane_S = sample_S * (size // SAMPLES) + sample_S * (size % SAMPLES) // SAMPLES
@@ -114,13 +115,14 @@ def bracket_kernel(
     values_ptr, owners_ptr, counts_ptr, prompts_ptr, before_ptr, num_before,
     KIND: tl.constexpr, SAMPLES: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
-    """Estimate each row's brackets and find its largest logit over the temperature; NaN for a row with a NaN.
+    """Estimate each row's brackets (probable intervals of the top_k and top_p thresholds), and its largest logit.
 
-    Grid (rows). Occupancy on sm_90: at least 1 block per SM.
-    Reads stats_ptr (result of `stats_kernel`), sampling_ptr (`SamplingMetadata.values`) and penalties (values_ptr to
-    KIND: see `penalties_of`). Writes the largest logits to best_ptr (rows,), the brackets to the first columns of
-    brackets_ptr (rows, COLUMNS), and 0 to its other columns, to which `collect_kernel` adds numbers and masses.
-    room: largest number of samples in a bracket. TILES: num_tiles, rounded up to a power of two.
+    Grid (rows). Occupancy on sm_90: at least 1 block per SM. Reads stats_ptr (of `stats_kernel`) and sampling_ptr
+    (rows, 4): temperature, log(min_p), top_k, top_p. Writes the largest logits over the temperature to best_ptr
+    (rows,), NaN for a row with a NaN; the brackets to the first columns of brackets_ptr (rows, COLUMNS), and 0 to the
+    others, to which `collect_kernel` adds. room: largest number of samples in a bracket. TILES: num_tiles, rounded up
+    to a power of two. values_ptr to before_ptr: fields of `Penalties` (values, request rows, token counts, prompt
+    masks, earlier drafts). KIND: 0 without penalties, 1 without drafts, 2 with all.
     """
     row = tl.program_id(0).to(tl.int64)
     temperature, log_min_p, top_k, top_p, truncates = metadata_of(sampling_ptr, row, size)

@@ -25,10 +25,10 @@ def first_kernel(
     """Stage the first draft pass as `geometry.stage_first`: ids shifted by one, positions, lengths and slots.
 
     Grid (tiles of the entries of `query_start_loc` or of the tokens of the buffers, whichever are more).
-    Occupancy on sm_90: at least 16 blocks per SM.
-    Reads the target's step (ids_ptr to slots_ptr), and next_ptr and valid_ptr with num_given entries each. Writes the
-    tensors of `DraftBuffers` from new_ids_ptr to step_ptr. limit: `max_model_len`. DRAFTS: K. SEARCH: iterations of
-    the binary search for the request of a token.
+    Occupancy on sm_90: at least 16 blocks per SM. Reads the target's step (ids_ptr to slots_ptr), and for num_given
+    requests the next token (next_ptr) and the number of kept tokens (valid_ptr). Writes the tensors of `DraftBuffers`
+    from new_ids_ptr to step_ptr. limit: `max_model_len`. DRAFTS: drafts per request. SEARCH: iterations of the binary
+    search for the request of a token.
     """
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     owned = tl.load(starts_ptr + num_rows)
@@ -89,10 +89,10 @@ def chain_kernel(
 ):  # fmt: skip
     """Record the drafts of a pass, and stage the next one, with one token per request, as `geometry.stage_next`.
 
-    Grid (1), because there is one counter and one number of rows. FIRST: the rows come from the first pass.
-    Occupancy on sm_90: at least 2 blocks per SM.
-    Reads token_ptr, the drafts of num_given requests, and table_ptr, the block table. Updates the tensors of
-    `DraftBuffers` from ids_ptr to step_ptr. limit: `max_model_len`. DRAFTS: K.
+    Grid (1), because there is one counter and one number of rows. Occupancy on sm_90: at least 2 blocks per SM. Reads
+    token_ptr, the drafts of num_given requests, and table_ptr, the block table. Updates the tensors of `DraftBuffers`
+    from ids_ptr to step_ptr. FIRST: the rows come from the first pass. limit: `max_model_len`. DRAFTS: drafts per
+    request.
     """
     tile = tl.arange(0, BLOCK)
     num_rows, end = tl.load(starts_ptr + max_rows), num_given
@@ -143,7 +143,8 @@ def stage_first(
 ) -> None:
     """Fill `buffers` for the first draft pass after the target's step `batch`, in one launch.
 
-    slots: (T,) int64, slot mapping of the draft's KV-cache group. Others: as for `bateleur.eagle.geometry.stage_first`.
+    slots: (T,) int64, slot mapping of the draft's KV-cache group. next_token, num_valid: (n,) integer, the token after
+    the last kept one of each request, and its number of kept tokens.
     """
     max_rows, max_tokens = len(buffers.seq_lens), len(buffers.input_ids)
     first_kernel[(triton.cdiv(max(max_rows + 1, max_tokens), _TILE),)](
@@ -156,9 +157,9 @@ def stage_first(
 
 
 def stage_next(buffers: DraftBuffers, token: Tensor, block_table: Tensor, block_size: int, first: bool) -> None:
-    """Record the drafts `token` in `buffers`, and fill them for the next draft pass, in one launch.
+    """Record the drafts `token` (n,) in `buffers`, and fill them for the next draft pass, in one launch.
 
-    Same arguments as `bateleur.eagle.geometry.stage_next`.
+    block_table, block_size: of the draft's KV-cache group. first: whether the drafts are those of the first pass.
     """
     max_rows, max_tokens = len(buffers.seq_lens), len(buffers.input_ids)
     block = min(max(128, triton.next_power_of_2(max_rows)), 1024)

@@ -18,8 +18,8 @@ def penalties_of(
 ):
     """Load the inputs of `penalised` for a logit row of `size` tokens.
 
-    values_ptr to before_ptr: fields of `Penalties`. num_before: columns of before_ptr.
-    KIND: 0 without penalties, 1 with them, 2 if drafts before the row (before_ptr) count as generated, too.
+    values_ptr to before_ptr: fields of `Penalties` (values, request rows, token counts, prompt masks, earlier drafts).
+    num_before: columns of before_ptr. KIND: 0 without penalties, 1 with them, 2 if earlier drafts count as generated.
     """
     if KIND == 0:  # no code after a constexpr branch that returns: Triton types it, and these pointers are placeholders
         found = (1.0, 0.0, 0.0, counts_ptr, prompts_ptr, before_ptr, 0)
@@ -52,7 +52,7 @@ def penalised(x_L, lane_L, stop, penalties, KIND: tl.constexpr):
 
 
 def arguments(penalties: Penalties | None, unused: Tensor) -> tuple[list[Any], int]:
-    """Return the arguments of `penalties_of` from `values_ptr` on, and its KIND. unused: stands for absent tensors."""
+    """Return values_ptr to num_before of `penalties_of`, and its KIND. unused: tensor in place of absent ones."""
     if penalties is None:
         return [unused] * 5 + [0], 0
     before = penalties.before

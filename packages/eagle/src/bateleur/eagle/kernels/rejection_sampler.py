@@ -36,7 +36,7 @@ def fmix64(x):
 
 @triton.jit
 def row_words(seed, position):
-    """Return low and high word, uint32 each, of the hashed key of a row.
+    """Return low and high word, uint32 each, of the hashed noise key (seed and `position`) of a row.
 
     position: int64 that packs position, draft index and role, as `noise.names` returns it. It is the position itself if
         draft index and role are 0.
@@ -83,11 +83,12 @@ def draw_kernel(
 
     Grid (requests, logit rows of a request, shares of a row). Occupancy on sm_90: at least 24 blocks per SM.
     DIVIDE: divide logits by their row's temperature. TRUNCATION: leave out logits below the row's threshold
-    (`least_ptr`, `last_ptr`). SINGLE: every request has one row, and `starts_ptr` is not read.
-    share: tokens of a share. temperature_step: stride of temperature_ptr. values_ptr to KIND: see `penalties_of`.
+    (`least_ptr`, `last_ptr`). SINGLE: every request has one row, and `starts_ptr` is not read. share: tokens of a
+    share. temperature_step: stride of temperature_ptr. values_ptr to before_ptr: fields of `Penalties` (values, request
+    rows, token counts, prompt masks, earlier drafts). KIND: 0 for none, see `penalties_of`.
 
-    Writes the maximum to best_ptr and its token id to token_ptr, in the shape of the grid. Other pointers are read:
-    words_ptr has the hashed token ids, sampling_ptr `SamplingMetadata.values`.
+    Writes the maximum to best_ptr and its token id to token_ptr, in the shape of the grid. Reads the other pointers:
+    words_ptr has hashed token ids, sampling_ptr `SamplingMetadata.values`. positions_ptr: see `row_words`.
     """
     request, row_of_request, shard = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row = request + row_of_request
@@ -296,10 +297,10 @@ def draw_shares(
 ) -> tuple[Tensor, Tensor]:
     """Return the largest perturbed logit, and its token id, of each share of each logit row, in one launch.
 
-    Both results are (requests, rows of a request, shares). A share is the part of a row that one program reads.
-    starts, seeds, first_position, temperature: see `_launch`. hashes: see `HashedVocab`. values: (N, 4) float32, see
-    `SamplingMetadata`; None if logits are divided by the temperature already. thresholds: those of truncation, see
-    `SamplingMetadata.thresholds`. rows_per_request: most logit rows of a request.
+    Both results are (requests, rows of a request, shares). A share is the part of a row that one program reads. starts,
+    seeds, first_position, temperature: of each request, see `_launch`. hashes: (V,) hashed token ids. values: (N, 4)
+    float32 temperature, log(min_p), top_k, top_p; None if logits are divided by the temperature already. thresholds:
+    smallest kept logit of each row, and last kept id equal to it. rows_per_request: most logit rows of a request.
     """
     num_reqs, size = len(seeds), logits.shape[1]
     of_penalties, kind = arguments(penalties, logits)

@@ -1,4 +1,4 @@
-"""Values that the truncation kernels share: a token's sort key, its probability mass, and a row's parameters.
+"""Parts of the kernels of min_p, top_k and top_p: a token's sort key, its probability mass, and a row's parameters.
 
 The key of a token is an int64. Its upper bits are the logit over the temperature, mapped to an integer so that integers
 compare as the floats do. Its lower 24 bits are the id, counted from the end. So all keys of a row differ, and of equal
@@ -21,14 +21,14 @@ NO_KEY = tl.constexpr(-0x7F800001 << 24)
 
 @triton.jit
 def logits_of(row_ptr, lane_L, size, penalties, KIND: tl.constexpr):
-    """Load logits (L,) float32 after penalties; -inf beyond the end of the row, so that they are never kept."""
+    """Load logits (L,) float32 after `penalties` (of `penalties_of`); -inf beyond the end of the row, never kept."""
     logits_L = tl.load(row_ptr + lane_L, mask=lane_L < size, other=float("-inf")).to(tl.float32)
     return penalised(logits_L, lane_L, size, penalties, KIND)
 
 
 @triton.jit
 def apply_temperature(row_ptr, lane_L, size, temperature, penalties, KIND: tl.constexpr):
-    """Load logits (L,) after penalties, divided by the temperature, rounded as torch does."""
+    """Load logits (L,) after `penalties` (of `penalties_of`), divided by the temperature, rounded as torch does."""
     logits_L = logits_of(row_ptr, lane_L, size, penalties, KIND)
     return tl.div_rn(logits_L, tl.zeros_like(logits_L) + temperature)
 
@@ -42,7 +42,7 @@ def order_of(x):
 
 @triton.jit
 def key_of(x, token_id):
-    """Return the sort key of a token; x is its logit over the temperature."""
+    """Return the sort key of a token, int64 in the order of logits. x: its logit over the temperature."""
     return (order_of(x).to(tl.int64) << ID_BITS) | (LAST_ID - token_id)
 
 
@@ -76,9 +76,9 @@ def mass_of(x, best):
 
 @triton.jit
 def metadata_of(sampling_ptr, row, size):
-    """Load a row's temperature, log_min_p, top_k (`size` for all), top_p, and whether truncation may drop a token.
+    """Load a row's temperature, log(min_p), top_k (`size` for all), top_p, and whether these may drop a token.
 
-    sampling_ptr: `SamplingMetadata.values`. size: number of tokens in a row.
+    sampling_ptr: `SamplingMetadata.values` (rows, 4). size: number of tokens in a row.
     """
     temperature, log_min_p = tl.load(sampling_ptr + row * 4), tl.load(sampling_ptr + row * 4 + 1)
     top_k, top_p = tl.load(sampling_ptr + row * 4 + 2).to(tl.int64), tl.load(sampling_ptr + row * 4 + 3)

@@ -65,9 +65,9 @@ def stats_kernel(
 ):  # fmt: skip
     """Compute for each tile the largest logit (NaN if any is NaN), and the sum of exp((logit - largest) / temperature).
 
-    Grid (rows, tiles). Occupancy on sm_90: at least 5 blocks per SM.
-    Writes stats_ptr (rows, tiles, 2). Reads sampling_ptr (`SamplingMetadata.values`) and penalties (values_ptr to KIND:
-    see `penalties_of`).
+    Grid (rows, tiles). Occupancy on sm_90: at least 5 blocks per SM. Writes stats_ptr (rows, tiles, 2). Reads
+    sampling_ptr (rows, 4): temperature, log(min_p), top_k, top_p. values_ptr to before_ptr: fields of `Penalties`
+    (values, request rows, token counts, prompt masks, drafts). KIND: 0 without penalties, 1 without drafts.
     """
     row, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
     temperature, _, _, _, truncates = metadata_of(sampling_ptr, row, size)
@@ -90,12 +90,12 @@ def collect_kernel(
     values_ptr, owners_ptr, counts_ptr, prompts_ptr, before_ptr, num_before,
     KIND: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Append sort keys inside of a row's brackets to its list of candidates; sum number and mass of tokens above them.
+    """List candidates: the sort keys inside of a row's brackets (probable intervals of the top_k and top_p thresholds).
 
-    Grid (rows, tiles). Occupancy on sm_90: at least 7 blocks per SM.
-    Reads best_ptr and brackets_ptr as `bracket_kernel` left them; adds the sums and the number of candidates to columns
-    of brackets_ptr. Writes candidates_ptr (rows, capacity); keys beyond the capacity are counted, not stored.
-    Other arguments: as for `stats_kernel`.
+    Grid (rows, tiles). Occupancy on sm_90: at least 7 blocks per SM. Reads best_ptr and brackets_ptr as
+    `bracket_kernel` left them. Writes candidates_ptr (rows, capacity); keys beyond the capacity are counted, not
+    stored. Adds the number of candidates, and number and mass of the tokens above the brackets, to columns of
+    brackets_ptr. sampling_ptr, and penalties (values_ptr to KIND): as for `stats_kernel`.
     """
     row, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
     temperature, log_min_p, top_k, top_p, _ = metadata_of(sampling_ptr, row, size)
@@ -130,7 +130,7 @@ def collect_kernel(
 def read_keys(source, start, BLOCK: tl.constexpr, KIND: tl.constexpr):
     """Load BLOCK sort keys from index `start` of a source (candidates or logit row); the key of -inf beyond its end.
 
-    source: (whether to read the candidates, number of keys, pointer to the candidates, arguments that find the row).
+    source: (whether to read the list of candidates, number of keys, pointer to this list, arguments to read the row).
     """
     listed, num, candidates_ptr, row_of = source
     at_L = start + tl.arange(0, BLOCK)
@@ -149,7 +149,7 @@ def read_keys(source, start, BLOCK: tl.constexpr, KIND: tl.constexpr):
 
 @triton.jit
 def weigh(source, best, low, high, BLOCK: tl.constexpr, KIND: tl.constexpr):
-    """Return total mass and largest key, int64, of the keys of `source` in [low, high]. Arguments: as for `select`."""
+    """Return mass and largest of the sort keys in [low, high], int64. source: see `read_keys`. best: largest logit."""
     mass_L, largest_L = tl.zeros([BLOCK], tl.int64), tl.full([BLOCK], NO_KEY, tl.int64)
     for start in range(0, source[1], BLOCK):
         key_L = read_keys(source, start, BLOCK, KIND)
@@ -163,11 +163,11 @@ def weigh(source, best, low, high, BLOCK: tl.constexpr, KIND: tl.constexpr):
 def select(
     source, best, above, goal, low, high, MASS: tl.constexpr, BLOCK: tl.constexpr, KIND: tl.constexpr
 ):  # fmt: skip
-    """Find the largest key in [low, high] such that number or mass (if MASS) of the keys not below it reaches `goal`.
+    """Find the largest sort key in [low, high] such that number, or mass if MASS, of keys not below it reaches `goal`.
 
-    source, best: see `read_keys` and `mass_of`. above: number or mass of the keys above `high`, which the source need
-    not contain. Returns the key, and whether it exists. It does not exist if the keys above `high` reach the goal, or
-    if all keys not below `low` miss it.
+    source: see `read_keys`. best: largest logit over the temperature. above: number or mass of the keys above `high`,
+    which the source need not contain. Returns the key, and whether it exists. It does not exist if the keys above
+    `high` reach the goal, or if all keys not below `low` miss it.
     """
     top, pivot_P = high, tl.arange(0, _PIVOTS).to(tl.int64)
     num_above, reached, num_left = tl.zeros([], tl.int64), above.to(tl.float64) < goal, 2
@@ -197,7 +197,7 @@ def select(
 
 @triton.jit
 def ends_of(brackets_ptr, LOW: tl.constexpr, given, floor, ceiling):
-    """Return the ends of a bracket, columns LOW and LOW + 1 of its row; floor and ceiling if `given` is False."""
+    """Return low and high end of a row's bracket (interval of sort keys), from column LOW on, or floor and ceiling."""
     low, high = tl.load(brackets_ptr + LOW), tl.load(brackets_ptr + LOW + 1)
     return tl.where(given, low, floor), tl.where(given, high, ceiling)
 
@@ -206,10 +206,11 @@ def ends_of(brackets_ptr, LOW: tl.constexpr, given, floor, ceiling):
 def find_threshold(
     source, brackets_ptr, given, best, top_k, top_p, size, floor, ceiling, BLOCK: tl.constexpr, KIND: tl.constexpr
 ):  # fmt: skip
-    """Return the lowest kept key of a row, and whether the brackets contain it; if not, the key is undefined.
+    """Return the lowest sort key (int64, in the order of logits) that a row keeps, and whether it is valid.
 
-    given: whether to search within the brackets; else in the whole row. source, best: see `read_keys` and `mass_of`.
-    floor, ceiling: see `limits_of`.
+    given: search only in the row's brackets, which are intervals of keys that `bracket_kernel` estimated. The result is
+    invalid if the threshold is outside of them. If not given, search from floor to ceiling, the lowest and highest key
+    that min_p keeps. source: candidates or logit row, see `read_keys`. best: largest logit over the temperature.
     """
     low, high = ends_of(brackets_ptr, LOW_K, given, floor, ceiling)
     threshold, valid = floor, low == floor
@@ -237,9 +238,9 @@ def threshold_kernel(
 ):  # fmt: skip
     """Find each row's threshold: the smallest kept logit over the temperature, and the last kept id equal to it.
 
-    Grid (rows). Occupancy on sm_90: at least 2 blocks per SM. The logit is -inf in a row that keeps all tokens.
-    Writes the logit to least_ptr and the id to last_ptr, (rows,) each. Reads best_ptr, brackets_ptr and candidates_ptr
-    as `bracket_kernel` and `collect_kernel` left them. Other arguments: as for `stats_kernel`.
+    Grid (rows). Occupancy on sm_90: at least 2 blocks per SM. Writes the logit, -inf in a row that keeps all tokens, to
+    least_ptr and the id to last_ptr, (rows,) each. Reads best_ptr, brackets_ptr and candidates_ptr as `bracket_kernel`
+    and `collect_kernel` left them. sampling_ptr, and penalties (values_ptr to KIND): as for `stats_kernel`.
     """
     row = tl.program_id(0).to(tl.int64)
     _, log_min_p, top_k, top_p, truncates = metadata_of(sampling_ptr, row, size)
@@ -271,19 +272,19 @@ def threshold_kernel(
 
 
 def capacity_of(size: int) -> int:
-    """Return the number of candidates that fit into the list of a row of ``size`` tokens."""
+    """Return how many candidates (sort keys near a threshold) are stored for a row of ``size`` tokens."""
     share: int = triton.next_power_of_2(size // 16)
     return max(_SAMPLES, share)
 
 
 def truncation_thresholds(logits: Tensor, values: Tensor, penalties: Penalties | None = None) -> tuple[Tensor, Tensor]:
-    """Find the truncation thresholds of each row in four launches; returns (N,) float32 and (N,) int32.
+    """Find the thresholds of min_p, top_k and top_p in each row, in four launches; returns (N,) float32 and (N,) int32.
 
     The first result is the smallest kept logit over the temperature, the second the last kept id equal to it. The
     workspace is 8 * `capacity_of(V)` bytes a row: 64 KiB for at most 2^17 tokens, 128 KiB for at most 2^18.
 
     logits: (N, V), dense in the last dimension.
-    values: (N, 4) float32, see `SamplingMetadata`.
+    values: (N, 4) float32: temperature, log(min_p), top_k, top_p.
     penalties: penalties that are applied to the logits first.
 
     Raises `ValueError` if V is more than 2^23.

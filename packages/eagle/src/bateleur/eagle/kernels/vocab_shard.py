@@ -74,9 +74,9 @@ def last_tie_kernel(
 
 
 def histogram_rows(scaled: Tensor, mass: Tensor | None, start: Tensor, shift: int) -> Tensor:
-    """Return a histogram (N, 256) int64 of each row over a digit of its logits, in two launches, one for zeros.
+    """Return a histogram (N, 256) int64 of each row over the digit (`order_of`(logit) - start) >> shift of its logits.
 
-    Same arguments and result as `shard_truncation._histogram`.
+    scaled: (N, L) float32 logits over the temperature. mass: (N, L) float32 weights; None: 1 each. start: (N,) int64.
     """
     num_rows, size = scaled.shape
     block = block_of(size, _BLOCK)
@@ -92,9 +92,9 @@ def histogram_rows(scaled: Tensor, mass: Tensor | None, start: Tensor, shift: in
 
 
 def last_tie_rows(scaled: Tensor, least: Tensor, kept: Tensor, own: Tensor) -> Tensor:
-    """Return the index of the last kept token equal to the threshold of each row, (N,) int32, in one launch.
+    """Return the index of the last kept logit equal to the threshold (a tie) of each row, (N,) int32, in one launch.
 
-    Same arguments and result as `shard_truncation._last_tie`.
+    -1 if no tie is kept, L if all. least: (N,) thresholds. kept, own: (N,) int64 ties to keep, and ties in the row.
     """
     num_rows, size = scaled.shape
     last = torch.empty(num_rows, dtype=torch.int32, device=scaled.device)
@@ -114,9 +114,10 @@ def perturbed_max_rows(
     least: Tensor | None = None,
     last: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the largest perturbed logit of each row in the shard, (N,) float32, and its index, (N,) int64.
+    """Return the largest noisy logit of each row in the shard, (N,) float32, and its index in the shard, (N,) int64.
 
-    Same arguments and result as `sample._perturbed_max`.
+    values: (N, 4) float32 temperature, log(min_p), top_k, top_p. hashes: hashed token ids. seeds, name: (N,) seeds and
+    packed noise keys (`noise.names`). least, last: (N,) thresholds and last kept indices; None keeps all.
     """
     thresholds = None if least is None or last is None else (least, last)
     best, token = draw_shares(logits, hashes, None, seeds, name, values[:, 0], values, thresholds)

@@ -46,7 +46,7 @@ class Step:
 
 
 def keys_of(support: GraphSupport, limits: BatchLimits, query_lens: Sequence[int]) -> list[GraphKey]:
-    """Return graph keys of several sizes for batches that ``support`` allows. ``query_lens``: of uniform batches."""
+    """Return graph keys (padded sizes) that ``support`` allows. ``query_lens``: lengths of uniform batches."""
     most_reqs, most_tokens = limits.max_num_reqs, limits.max_num_tokens
     lens = {GraphSupport.NEVER: (), GraphSupport.SINGLE_TOKEN: (1,)}.get(support, query_lens)
     keys = [
@@ -67,7 +67,7 @@ class StepMaker:
         self._rng = np.random.default_rng(0)
 
     def steps_of(self, keys: Sequence[GraphKey], per_key: int) -> list[Step]:
-        """Return ``per_key`` steps for each key, full or padded, and some eager steps without a key."""
+        """Return ``per_key`` steps for each key (padded size), full or padded, and some eager steps without a key."""
         steps = [self._fitting(key, full=index == 0) for key in keys for index in range(per_key)]
         limits = self._limits
         for most in (1, 3, limits.max_num_reqs):

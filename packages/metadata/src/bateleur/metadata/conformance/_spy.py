@@ -108,7 +108,7 @@ class NoSync(TorchDispatchMode):
 
 
 class _HostReads(TorchFunctionMode):
-    """Calls ``watch.note`` for reads of device values by methods that call no operator, like ``tolist`` on a CPU."""
+    """Calls ``note`` of a `NoSync` for reads of device values by methods without operator, like ``tolist``."""
 
     def __init__(self, watch: NoSync) -> None:
         super().__init__()

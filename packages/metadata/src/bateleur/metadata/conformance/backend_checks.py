@@ -146,9 +146,7 @@ class _Case:
     def attend(
         self, backend: AttentionBackend, batch: CommonAttentionMetadata, garbage: float, read: KVCache | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the output and both caches of ``backend`` for the same inputs. ``garbage``: see `inputs`.
-        ``read``: attend over these caches instead of those written.
-        """
+        """Return output and both caches of ``backend``. ``garbage``: in unused entries. ``read``: caches to use."""
         q, k, v, k_cache, v_cache = self.inputs(batch, garbage)
         rotary, lanes = _rotary(batch, self.dim, self.dtype), torch.arange(self.dim, device=self.device) / self.dim
         norm = 1.5 - lanes, 0.5 + lanes, 1e-6  # weights of queries and keys, and epsilon

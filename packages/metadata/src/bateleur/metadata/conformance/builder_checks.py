@@ -252,7 +252,7 @@ def _leaves(node: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _mutable_containers(node: Any) -> Iterator[tuple[str, Any]]:
-    """Yield (path, container) of lists, dicts, sets, and dataclasses that are not frozen."""
+    """Yield (dotted path, container) of lists, dicts, sets, and dataclasses that are not frozen."""
     for path, each in _walk(node):
         parameters = getattr(each, "__dataclass_params__", None)
         fixed = isinstance(each, tuple | frozenset) or (parameters is not None and parameters.frozen)
@@ -261,7 +261,7 @@ def _mutable_containers(node: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _contents(meta: Any) -> dict[str, Any]:
-    """Return comparable contents of every leaf by path: bytes, shape and dtype of arrays; host values as they are."""
+    """Return the contents of every leaf by path: bytes, shape and dtype of arrays; host values as they are."""
     return {path: _held(leaf) for path, leaf in _leaves(meta)}
 
 
@@ -279,9 +279,7 @@ def _walk(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _children(node: Any) -> Iterable[tuple[Any, Any]] | None:
-    """Return the named children of a container, or None for a value. Sets have none, because their order is
-    undefined.
-    """
+    """Return (name, child) pairs of a dataclass, dict, tuple or list; () for a set (has no order); None for others."""
     if is_dataclass(node) and not isinstance(node, type):
         return [(each.name, getattr(node, each.name)) for each in fields(node)]
     if isinstance(node, dict):

@@ -1,4 +1,4 @@
-"""Paged attention of requests with different query lengths: one program for each item of the work list and key head.
+"""Paged attention for mixed query lengths: one program per item of the work list (query tile, KV split) and key head.
 
 A batch that may have short rows (decodes, drafts, ends of prompts) and long rows takes two launches with tiles of
 different sizes. If the keys of a tile are split, programs write partial outputs, and one more launch joins them.
@@ -116,9 +116,9 @@ def attend_range(
     GROUP: tl.constexpr, BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, WINDOW: tl.constexpr,
     BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Return the softmax state of keys ``first`` to ``last - 1``. Arguments: see `attend_keys`.
+    """Return the softmax state (see `empty_state`) of a query tile for keys ``first`` to ``last - 1``.
 
-    Without a sliding window, the keys that all queries of the tile see are read without a mask.
+    Other arguments as for `attend_keys`. Without a sliding window, keys that all queries of the tile see need no mask.
     """
     state = empty_state(q_MD.shape[0], q_MD.shape[1])
     if WINDOW == 0:
@@ -136,7 +136,7 @@ def attend_range(
 
 @triton.jit
 def finish(state, scale):
-    """Return attention output (M, D), 0 without keys, and log2 of the weight sums (M,). scale: see `attend_keys`."""
+    """Return output (M, D), 0 without keys, and log2 of the weight sums (M,). scale: softmax scale times log2(e)."""
     acc_MD, peak_M, total_M = state
     safe_M = tl.where(total_M > 0, total_M, 1.0)
     return acc_MD / safe_M[:, None], peak_M * scale + tl.log2(safe_M)
@@ -170,13 +170,13 @@ def attention_kernel(
 ):  # fmt: skip
     """Compute paged attention of one item, a query tile with one KV split, for one key head. Grid (items, key heads).
 
-    Occupancy on sm_90: at least 1 block per SM.
-
-    Reads queries, caches, block table, work list and scores of sinks (keys without a value). If a tile has one split,
-    writes the output (T, Hq, D) to ``out_ptr``. Otherwise writes a normalised partial output (M, D) to ``part_ptr`` and
-    log2 of the sum of weights (M,) to ``lse_ptr``, both in float32. Padding items zero the padded tokens.
-    scale: softmax scale times log2(e). SCALED: ``kv_scales_ptr`` (2, key heads) scales scores and output.
-    num_tokens: tokens with padding. first_item, first_line: see `Launch`. q_token to table_row: strides.
+    Occupancy on sm_90: at least 1 block per SM. Reads queries, caches, block table, work list and scores of sinks (keys
+    without a value). If a tile has one split, writes the output (T, Hq, D) to ``out_ptr``. Otherwise writes a
+    normalised partial output (M, D) to ``part_ptr`` and log2 of the sum of weights (M,) to ``lse_ptr``, both in
+    float32. Padding items zero the padded tokens.
+    scale: softmax scale times log2(e). SCALED: ``kv_scales_ptr`` (2, key heads) scales scores and output. num_tokens:
+    tokens with padding. first_item, first_line: where this launch starts in the work list, and in ``part_ptr``. q_token
+    to table_row: strides. GROUP: query heads of a key head. WINDOW: sliding window in keys, 0 for none.
     """
     head, num_kv_heads = tl.program_id(1), tl.num_programs(1)
     num_heads = num_kv_heads * GROUP
@@ -236,9 +236,9 @@ def join_kernel(
 ):  # fmt: skip
     """Compute the output of a tile's lines from the partial outputs of its splits, always in the order of the splits.
 
-    Grid (joins, groups of L lines of a tile, key heads). Occupancy on sm_90: at least 3 blocks per SM.
+    Grid (joins: tiles with several splits; groups of L lines; key heads). Occupancy on sm_90: at least 3 blocks per SM.
     Reads partial outputs, log2 of their sums of weights (``lse_ptr``), the work list and, with SINKS, scores of keys
-    without a value. Writes ``out_ptr`` (T, Hq, D). first_join: index of the first join in the work list.
+    without a value. Writes ``out_ptr`` (T, Hq, D). first_join: index of the first join in the list.
     """
     head, num_kv_heads = tl.program_id(2), tl.num_programs(2)
     join_ptr = work_ptr + (first_join + tl.program_id(0)) * 8

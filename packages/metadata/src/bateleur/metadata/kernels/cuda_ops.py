@@ -46,7 +46,7 @@ def paged_attention(
     num_decodes: int, max_query_len: int, max_seq_len: int, scale: float, sliding_window: int,
     work: Tensor | None = None, sinks: Tensor | None = None, kv_scales: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Return paged attention by Triton kernels. Same arguments and result as ``ops.triton_paged_attention``."""
+    """Return paged attention by Triton as ``ops.triton_paged_attention``. work: result of `attention_work`, or None."""
     _check_layout(k_cache, v_cache, q=q)
     check_sizes(q, k_cache, block_table, seq_lens, num_decodes, max_seq_len, sinks)
     if scale <= 0:

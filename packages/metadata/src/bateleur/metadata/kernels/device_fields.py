@@ -25,13 +25,11 @@ def device_fields_kernel(
     """Compute positions, lengths and slot mapping of a batch, and pad them. Grid (tiles of requests or tokens, the
     larger number).
 
-    Occupancy on sm_90: at least 16 blocks per SM.
-
-    Reads the first four pointers: computed tokens, query starts and token ids of the step, and a block table. Writes
-    the other six, from ``ids_ptr`` on: fields of the batch.
-    num_reqs, num_tokens: real sizes. max_reqs, max_tokens: sizes of the buffers. table_row: stride.
-    FIELDS: write all fields, else slots only. BLOCK_SIZE: 0 if there are no slots. FILL: ``seq_lens`` of padded rows.
-    SEARCH: steps of the binary search for the row of a token. new_ids_ptr: ids of tokens from ``first_id`` on.
+    Occupancy on sm_90: at least 16 blocks per SM. Reads the first four pointers: computed tokens, query starts and
+    token ids of the step, and a block table. Writes the other six, from ``ids_ptr`` on: fields of the batch.
+    num_reqs, num_tokens: real sizes. max_reqs, max_tokens: sizes of the buffers. table_row: stride. FIELDS: write all
+    fields, else slots only. BLOCK_SIZE: 0 if there are no slots. FILL: ``seq_lens`` of padded rows. SEARCH: steps of
+    the binary search for the row of a token. new_ids_ptr: ids of tokens from ``first_id`` on.
     """
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     if FIELDS:
@@ -75,7 +73,8 @@ def gather_block_tables_kernel(
 ):
     """Copy block-table rows from the table of all requests to that of the batch. Grid (batch rows, tiles of columns).
 
-    Occupancy on sm_90: at least 16 blocks per SM. As `_device_fields.gather_block_tables`; table_row: table width.
+    Occupancy on sm_90: at least 16 blocks per SM. source_ptr: row of ``request_tables_ptr`` to copy, or ``-1 - row`` to
+    zero both rows; rows_ptr receives it. table_row, width: columns of the tables, and columns to copy.
     """
     place = tl.program_id(0).to(tl.int64)
     source = tl.load(source_ptr + place)
@@ -94,8 +93,9 @@ def gather_block_tables_kernel(
 def write_block_ids_kernel(
     batch_ptr, request_tables_ptr, rows_ptr, cells_ptr, new_ptr, table_row, num_cells, BLOCK: tl.constexpr
 ):
-    """Write new block ids to the block tables of the batch and of all requests. Grid (tiles of written cells).
-    Occupancy on sm_90: at least 16 blocks per SM. As `_device_fields.write_cells`; ``new_ptr``: ids; table_row: width.
+    """Write new block ids to the block tables of the batch and of all requests. Grid (tiles of new ids).
+    Occupancy on sm_90: at least 16 blocks per SM. new_ptr: ids. cells_ptr: batch row * table_row + column of each id.
+    rows_ptr: row of ``request_tables_ptr`` for each batch row. table_row: columns of the tables.
     """
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     real_C = index < num_cells
@@ -122,7 +122,7 @@ def expand(fields: DeviceFields, step: DeviceStep) -> None:
 
 
 def gather_block_tables(batch: Tensor, request_tables: Tensor, rows: Tensor, source: Tensor, width: int) -> None:
-    """Copy block-table rows of all requests to the batch, as `_device_fields.gather_block_tables`, in one launch."""
+    """Copy rows ``source`` (-1 - row: clear) of all requests' block tables to the batch, and note them in ``rows``."""
     grid = (source.shape[0], cdiv(max(width, 1), _TILE))
     gather_block_tables_kernel[grid](
         batch, request_tables, rows, source, request_tables.shape[1], width, BLOCK=_TILE, **_OPTIONS
@@ -130,7 +130,7 @@ def gather_block_tables(batch: Tensor, request_tables: Tensor, rows: Tensor, sou
 
 
 def write_cells(batch: Tensor, request_tables: Tensor, rows: Tensor, cells: Tensor, ids: Tensor) -> None:
-    """Write new block ids to both block tables, as `_device_fields.write_cells`, in one launch."""
+    """Write ids at ``cells`` (batch row * width + column) of the batch's table, and in ``rows`` of the requests'."""
     num_cells = cells.shape[0]
     write_block_ids_kernel[(cdiv(num_cells, _TILE),)](
         batch, request_tables, rows, cells, ids, batch.shape[1], num_cells, BLOCK=_TILE, **_OPTIONS

@@ -76,9 +76,9 @@ def _store(entry_ptr, mask, a, b, c, d, e, f, g, h):
 
 @triton.jit
 def _count_items(ends_ptr, num_rows, lengths, kind, splits, min_keys, BLOCK: tl.constexpr):
-    """Return the keys per split and the number of items of a launch. Writes cumulative item counts to ``ends_ptr``.
+    """Return the keys per split of a launch, and its number of items (query tiles with one split of the keys each).
 
-    lengths, kind: see `_rows`. splits: see `WorkShape`.
+    Writes cumulative item counts to ``ends_ptr``. lengths, kind: see `_rows`. splits: about how many splits to make.
     """
     block_n, work = kind[5], tl.zeros([], tl.int64)
     for begin in range(0, num_rows, BLOCK):
@@ -103,7 +103,7 @@ def _count_items(ends_ptr, num_rows, lengths, kind, splits, min_keys, BLOCK: tl.
 def _row_of(ends_ptr, index_I, real_I, num_rows, search):
     """Return the row of each item, 0 for the last row of the batch, and the number of items of rows after this row.
 
-    A binary search in ``ends_ptr``, from `_count_items`, takes ``search`` steps. index_I, real_I: items and mask.
+    A binary search in ``ends_ptr`` (cumulative item counts) takes ``search`` steps. index_I, real_I: items and mask.
     """
     low_I, high_I = tl.zeros_like(index_I), tl.zeros_like(index_I) + num_rows
     for _ in range(search):
@@ -120,10 +120,10 @@ def _write_items(
     items_ptr, joins_ptr, ends_ptr, num_rows, num_items, search, lengths, kind, size, total, last, first_line,
     num_kv_heads, splits, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write a launch's ``num_items`` items, with padding, and the joins of split tiles. Returns the number of joins.
+    """Write a launch's items, padded to ``num_items``, and joins (tiles with several splits). Returns number of joins.
 
-    lengths, kind: see `_rows`. ends_ptr, size, total: results of `_count_items`. search: see `_row_of`.
-    last: token from which padding items zero the output. first_line: see `Launch`.
+    lengths, kind: see `_rows`. ends_ptr, size, total: results of `_count_items`. search: steps of a binary search for a
+    row. last: token from which padding items zero the output. first_line: index of the launch's first partial output.
     """
     _, _, group, _, block_m, block_n = kind
     parts, joins = 0, 0
@@ -173,13 +173,14 @@ def work_kernel(
     least_1, most_1, block_m_1, min_keys_1, items_1,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Compute the work list: items and joins of each launch of attention, with padding. Grid (launches of attention).
+    """Compute the work list of attention launches: items (query tiles with one KV split each), joins (tiles with
+    several splits), and padding. Grid (launches of attention).
 
-    Occupancy on sm_90: at least 9 blocks per SM.
-
-    Reads ``seq_lens_ptr`` and ``starts_ptr`` (query_start_loc), writes ``work_ptr``. ``ends_ptr``: scratch memory
-    (launches, num_rows). group to splits: see `WorkShape`. search: steps of a binary search for a row. joins_at: index
-    of the first join. least_0 to items_0: fields of the first `Launch`, least_1 to items_1: of the second.
+    Occupancy on sm_90: at least 9 blocks per SM. Reads ``seq_lens_ptr`` and ``starts_ptr`` (query_start_loc), writes
+    ``work_ptr`` (entries, 8). ``ends_ptr``: scratch memory (launches, num_rows). search: steps of a binary search for a
+    row. group: query heads of a key head. window: in keys, 0 for none. block_n: keys of a loop iteration. splits: about
+    how many splits a launch has. joins_at: index of the first join. Of the first launch (``_0``) and the second
+    (``_1``): fewest and most tokens of a row, lines of a tile, fewest keys of a split, number of items.
     """
     which = tl.program_id(0)
     least, most = tl.where(which == 0, least_0, least_1), tl.where(which == 0, most_0, most_1)
@@ -204,7 +205,7 @@ def attention_work(
     k_cache: Tensor, seq_lens: Tensor, query_start_loc: Tensor, num_heads: int, num_tokens: int, max_query_len: int,
     sliding_window: int, dtype: torch.dtype | None = None,
 ) -> Tensor:  # fmt: skip
-    """Compute the work list by `work_kernel`. Same arguments and result as ``ops.attention_work``."""
+    """Compute the work list (query tiles and KV splits) of paged attention, (n, 8) int32, as ``ops.attention_work``."""
     num_rows = seq_lens.shape[0]
     shape = work_shape(num_heads, k_cache, num_rows, num_tokens, max_query_len, sliding_window, dtype)
     work = torch.empty(shape.num_entries, ENTRY_SIZE, dtype=torch.int32, device=seq_lens.device)

@@ -97,7 +97,7 @@ def _side(
     Heads are read at ``source_ptr`` and written at ``target_ptr``: the same memory for queries, the slot in the cache
     for keys. target_head: stride of heads at the target. HEADS, TILES: heads of the token, and tiles that share them.
     real_heads: HEADS, or 0 for a token without a slot, whose keys are not written. REST: also copy the dimensions that
-    are not rotated. Other arguments as in `write_kernel`.
+    are not rotated. weight_ptr, eps, NORM: of the norm (0: none). Other arguments as in `write_kernel`.
     """
     HALF: tl.constexpr = ROTARY_DIM // 2
     half_L, lane_L = tl.arange(0, BLOCK_HALF)[None, :], tl.arange(0, BLOCK_D)[None, :]
@@ -141,15 +141,14 @@ def write_kernel(
     Q_TILES: tl.constexpr, K_TILES: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Apply RMS norm and rotary embedding to queries and keys, and write keys and values to the KV cache.
-    ``q_ptr`` (in place) and the caches are written, all other pointers are only read.
+    """Apply RMS norm and rotary embedding to queries and keys, and write keys and values to the KV cache. ``q_ptr`` (in
+    place) and the caches are written, all other pointers are only read.
 
     Grid (tokens, Q_TILES + K_TILES): tiles of query heads (0 if they do not change), then of key heads.
-    Occupancy on sm_90: at least 10 blocks per SM.
-
-    NORM: 0 none, 1 over each head, 2 over all heads of a token (then one program handles all tiles). SCALED: keys and
-    values are divided by the scales (2, KV_HEADS). q_token to kv_head: strides (rotary_token: of ``cos`` and ``sin``).
-    BLOCK_H: heads of a tile. BLOCK_HALF, BLOCK_D: ROTARY_DIM / 2 and HEAD_DIM, padded to powers of two.
+    Occupancy on sm_90: at least 10 blocks per SM. NORM: 0 none, 1 over each head, 2 over all heads of a token (then one
+    program handles all tiles). SCALED: keys and values are divided by the scales (2, KV_HEADS). q_token to kv_head:
+    strides (rotary_token: of ``cos`` and ``sin``). BLOCK_H: heads of a tile. BLOCK_HALF, BLOCK_D: ROTARY_DIM / 2 and
+    HEAD_DIM, padded to powers of two.
     """
     token, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
     REST: tl.constexpr = ROTARY_DIM < HEAD_DIM

@@ -153,7 +153,7 @@ def _cut(scheme: Scheme | None, columns: Range | None) -> Scheme | None:
 
 
 def _columns(cut: Cut, axis: int) -> Range | None:
-    """Return the only range that this rank has on `axis` of a weight; None for the whole axis."""
+    """Return this rank's one range on `axis` of a weight, from its ranges by axis (`cut`); None for the whole axis."""
     (columns,) = cut.get(axis, (None,))
     return columns
 

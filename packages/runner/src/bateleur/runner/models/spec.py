@@ -268,7 +268,7 @@ Layer = SingleLayer | ParallelLayer
 
 
 def parts_of(layer: Layer) -> tuple[SingleLayer, ...]:
-    """Return the branches of a layer: the layer itself, or the parts of a parallel layer."""
+    """Return the branches (attention, recurrence, MLP, experts) of a layer: itself, or a parallel layer's parts."""
     return layer.parts if isinstance(layer, ParallelLayer) else (layer,)
 
 
@@ -328,7 +328,9 @@ class ModelSpec:
         return [(f"layers.{i}.", layer)]
 
     def with_branches(self, change: Callable[[str, SingleLayer], SingleLayer]) -> Self:
-        """Return the spec with `change(prefix, branch)` in place of every branch, see `prefixed`."""
+        """Return the spec with `change(prefix, branch)` in place of each branch (attention, recurrence, MLP, experts).
+        prefix: start of the branch's weight names, such as `layers.3.`, see `prefixed`.
+        """
         layers: list[Layer] = []
         for i, layer in enumerate(self.layers):
             parts = tuple(change(prefix, part) for prefix, part in self.prefixed(i))

@@ -20,7 +20,8 @@ KINDS = ("kv", "end")  # kinds of files: segments and endings
 
 @dataclass(frozen=True, slots=True)
 class FileSpan:
-    """The part of a prefix that one file holds: tokens [start, end).
+    """The part of a prefix that one file holds: tokens [start, end). It is a segment (16 full blocks), or an ending
+    (blocks after the last segment, and the state).
 
     key: prefix-cache key of all tokens before `end`. token_ids: tokens [start, end), and the next token if the blocks
     include a draft head's keys and values, which depend on it. blocks, page: prefix-cache keys of the blocks, and of
@@ -76,10 +77,10 @@ class PrefixSpans:
         yield from range(self.length // self.granularity * self.granularity, 0, -self.granularity)
 
     def two_ends(self, prompt_len: int) -> set[int]:
-        """Return the positions at which files of endings are written for a model without states: at most two.
+        """Return the ends of the prefix that get a file each in a model without recurrent states: at most two.
 
-        They are multiples of `self.granularity`: the last in the prefix, and the last below `prompt_len`, because a hit
-        leaves at least one prompt token to compute. Ends of full segments, which have files already, are left out.
+        They are multiples of `self.granularity`: the last in the prefix, and the last below `prompt_len` (tokens),
+        because a hit leaves a prompt token to compute. Ends of segments (16 blocks) have files and are left out.
         """
         size = self.granularity
         last = (self.length // size * size, min(prompt_len - 1, self.length) // size * size)
@@ -104,7 +105,7 @@ def missing_spans(
     has_file: Callable[[str], bool],
 ) -> list[FileSpan]:
     """Return the files to read, in order, for the longest prefix of `chain` that is completely in memory or files.
-    has_block, has_page: whether device or host memory has the KV block or state with this key.
+    has_block, has_page: whether device or host memory has the block or state of a key. has_file: whether a file exists.
     """
     wanted: list[FileSpan] = []
     count = 0  # blocks

@@ -23,7 +23,7 @@ _GLOBAL = "weight_global_scale"
 
 
 class CompressedTensorsReader(QuantizedReader):
-    """Reads compressed-tensors. A module's tensors tell its format, the configuration the sizes of groups."""
+    """Reads compressed-tensors. A module's tensors tell its format; the configuration has the columns per scale."""
 
     parts = (
         frozenset(("weight", "weight_scale", "weight_zero_point")),

@@ -60,20 +60,20 @@ def starts_with(pattern: str, names: Iterable[str]) -> bool:
 
 
 def listed(entry: str, names: tuple[str, ...]) -> bool:
-    """Return whether an entry is one of the names, or `re:` and a regular expression, as in compressed-tensors."""
+    """Return whether `entry` of a module list is one of a module's `names`, or `re:` and a pattern for their start."""
     return starts_with(entry[3:], names) if entry.startswith("re:") else entry in names
 
 
 def contains(entry: str, names: tuple[str, ...]) -> bool:
-    """Return whether an entry is a part of a name, as in AWQ."""
+    """Return whether `entry` of a module list, as in AWQ, is a part of one of a module's `names`."""
     return any(entry in name for name in names)
 
 
 def wildcard(entry: str, names: tuple[str, ...]) -> bool:
-    """Return whether an entry matches a name, as in modelopt: a shell pattern for the whole name."""
+    """Return whether `entry` of a module list, a shell pattern (modelopt), matches one of a module's whole `names`."""
     return any(fnmatchcase(name, entry) for name in names)
 
 
 def ends_with(entry: str, names: tuple[str, ...]) -> bool:
-    """Return whether an entry is a name, its first dotted parts, or its end, as in transformers for FP8."""
+    """Return whether one of a module's `names` equals `entry`, continues it with a dot, or ends with it, as for FP8."""
     return any(name == entry or name.startswith(f"{entry}.") or name.endswith(entry) for name in names)

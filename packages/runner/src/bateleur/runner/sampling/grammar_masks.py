@@ -28,8 +28,8 @@ class GrammarMasks:
     """
 
     def __init__(self, sampler: RejectionSampler, *, graphed: bool) -> None:
-        """graphed: whether CUDA graphs pad all requests to one query length. Then `cut_drafts` does not change
-        `RequestTable.num_draft_slots`; else it sets that to `num_drafts`.
+        """graphed: whether CUDA graphs pad all requests to one query length. If not, `cut_drafts` also sets a request's
+        number of draft slots (`RequestTable.num_draft_slots`) to its number of drafts.
         """
         self._sampler, self._table, self._graphed = sampler, sampler.table, graphed
         # COUPLED compares drafts with the target's sample, so a forbidden draft is useless. The other rules sample from
@@ -50,9 +50,9 @@ class GrammarMasks:
         self.has_drafts = True
 
     def cut_drafts(self) -> None:
-        """Limit the drafts of the next step to those before the first that the grammar forbids.
-        Under the rules RATIO and BLOCK (`Rule`), which sample from the residual distribution after a rejection, the
-        first forbidden draft stays, too, and is rejected.
+        """Limit each request's drafts of the next step to those before the first that its grammar forbids. Under the
+        rules RATIO and BLOCK (`Rule`), which sample from the residual distribution after a rejection, the first
+        forbidden draft stays, too, and is rejected.
         """
         table = self._table
         for request, known in self.check_drafts(None):

@@ -63,14 +63,14 @@ class SampleStepProducer:
         return self._forward_states.generation
 
     def stage(self, key: BatchExecutionDescriptor, phase: Phase) -> StagedBatch[ForwardState]:
-        """Stage a dummy step for graph `key`, without sampling requests. phase: run, warm-up or capture."""
+        """Stage a dummy step for graph `key`, in which no request samples a token. phase: run, warm-up or capture."""
         forward_step = self._forward_states.stage(replace(key, variant=()), phase)
         outputs = self._forward.replay(replace(key, variant=()), forward_step)
         self._sampler.rows.clear()
         return self._after(key, forward_step, outputs, phase)
 
     def fuzz(self, key: BatchExecutionDescriptor, seed: int) -> StagedBatch[ForwardState]:
-        """Stage a random step for graph `key`; for an engine without requests."""
+        """Stage a random step for graph `key`. It overwrites the next tokens of requests: the engine must have none."""
         forward_step = self._forward_states.fuzz(replace(key, variant=()), seed)
         outputs = self._forward.replay(replace(key, variant=()), forward_step)
         self._randomize(key, forward_step.state, outputs[0], seed)

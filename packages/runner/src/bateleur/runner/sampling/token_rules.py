@@ -131,8 +131,8 @@ class _Entries(NamedTuple):
 
 
 class _Table(NamedTuple):
-    """The entries (`_Entries`) of all requests whose prefixes have one padded length P, on the device. owners: (N,)
-    int64 table row of each entry.
+    """Logit biases of all requests whose prefixes (`_Entries.prefixes`) have one padded length, on the device. owners:
+    (N,) int64 request-table row of each bias.
     """
 
     owners: Tensor
@@ -262,7 +262,7 @@ class Biases:
 
 
 def _width(length: int) -> int:
-    """Return the padded length of a prefix: the next power of two, so that there are few tables."""
+    """Return the padded length of a prefix: the next power of two, because each length needs a `_Table`."""
     return 1 << (length - 1).bit_length() if length else 0
 
 

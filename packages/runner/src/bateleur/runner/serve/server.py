@@ -107,48 +107,48 @@ class Server(uvicorn.Server):
 
 
 class Connection(H11Protocol):
-    """uvicorn's connection, closed if the client stops in a request's headers or stops reading the reply."""
+    """uvicorn's connection. Timers close it if a request's headers are late (read) or a reply is not read (write)."""
 
     def __init__(self, *args: Any, timeout_read: float, timeout_write: float, **options: Any) -> None:
         super().__init__(*args, **options)
         self._seconds = {"read": timeout_read, "write": timeout_write}
         self._timers: dict[str, asyncio.TimerHandle] = {}
-        """Running timers: for the head of a request, and while the client does not read the reply."""
+        """Running timers by name: "read" for a request's headers, "write" while the client does not read the reply."""
 
     def _run_timer(self, name: str, wanted: bool) -> None:
-        """Start (if `wanted`) or stop the read or write timer, which closes the connection."""
+        """Start (if `wanted`) or stop the timer `name`, "read" or "write", which closes the connection when it ends."""
         if not wanted and name in self._timers:
             self._timers.pop(name).cancel()
         elif wanted and name not in self._timers:
             self._timers[name] = self.loop.call_later(self._seconds[name], self.transport.abort)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Start the read timer for the headers of the first request."""
+        """Start the read timer, which closes the connection if the first request's headers do not arrive in time."""
         super().connection_made(transport)
         self._run_timer("read", True)
 
     def data_received(self, data: bytes) -> None:
-        """Process received bytes and update the read timer."""
+        """Process received bytes. Start the read timer if a request's headers are incomplete, otherwise stop it."""
         super().data_received(data)
         self._run_timer("read", self.cycle is None or self.cycle.response_complete)
 
     def on_response_complete(self) -> None:
-        """Stop the read timer: uvicorn's keep-alive timeout applies until the next request."""
+        """Stop the read timer of request headers: uvicorn's keep-alive timeout applies until the next request."""
         self._run_timer("read", False)
         super().on_response_complete()
 
     def pause_writing(self) -> None:
-        """Start the write timer: the client reads too slowly."""
+        """Start the write timer, which closes the connection: the client reads the reply too slowly."""
         super().pause_writing()
         self._run_timer("write", True)
 
     def resume_writing(self) -> None:
-        """Stop the write timer."""
+        """Stop the write timer: the client reads the reply again."""
         super().resume_writing()
         self._run_timer("write", False)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Stop both timers."""
+        """Stop the timers that would close the connection: for a request's headers, and for an unread reply."""
         for name in ("read", "write"):
             self._run_timer(name, False)
         super().connection_lost(exc)

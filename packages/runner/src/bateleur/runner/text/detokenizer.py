@@ -101,7 +101,7 @@ class IncrementalDetokenizer:
         return self._release(fresh)
 
     def _note_tag(self, token_id: int, shown: str, fresh: str) -> None:
-        """If `tags` has the token, record its position in the text. Its own text `shown` ends the new text `fresh`."""
+        """If the token is in `tags` (reported), record where its text `shown` is: at the end of new text `fresh`."""
         if token_id in self._tags and fresh.endswith(shown):
             end = self._text.tell() + len(self._held) + len(fresh)
             self._found.append(TextTag(end - len(shown), end, token_id))

@@ -31,9 +31,9 @@ _BLOCK_T, _BLOCK_C = 16, 128  # tile of tokens and channels of prefills
 def inputs(x_C, window_C, position_E, count, window_C_real, real_C, x_token, entry, KEEP: tl.constexpr):
     """Load raw inputs (E, C) at ``position_E`` of a request of ``count`` tokens, in float32; zeros after the end.
 
-    ``x_C`` points to the request's first token, ``window_C`` to the oldest of the ``KEEP`` window entries, both by
-    channel. Position -1 is the last window entry. If ``window_C_real`` is false, the window is zero and is not read.
-    ``x_token`` and ``entry`` are strides of tokens and window entries, ``real_C`` masks channels.
+    ``x_C`` points to the request's first token, ``window_C`` to the first of the ``KEEP`` inputs before it (conv
+    window), both by channel. Position -1 is the last window entry. If ``window_C_real`` is false, the window is zero
+    and is not read. ``x_token`` and ``entry`` are strides of tokens and window entries, ``real_C`` masks channels.
     """
     new_E, old_E = (position_E >= 0) & (position_E < count), position_E < 0
     x_EC = load_tile(x_C, position_E.to(tl.int64) * x_token, new_E, real_C).to(tl.float32)
@@ -46,9 +46,11 @@ def convolve(
     x_C, window_C, position_T, count, window_C_real, real_C, x_token, entry, weight_C, bias_C,
     WIDTH: tl.constexpr, HAS_BIAS: tl.constexpr, SILU: tl.constexpr,
 ):  # fmt: skip
-    """Return outputs (T, C) at ``position_T`` in float32. ``weight_C`` and ``bias_C`` are pointers by channel.
+    """Return the convolution (T, C), in float32, of the tokens ``position_T`` (from 0) of a request of ``count``
+    tokens.
 
-    The others are arguments of `inputs`.
+    By channel, ``weight_C`` and ``bias_C`` point to weights and bias, ``x_C`` to the first token, ``window_C`` to the
+    first of the WIDTH - 1 inputs before it (0 where ``window_C_real`` is false). x_token, entry: strides. real_C: mask.
     """
     y_TC = tl.zeros([position_T.shape[0], real_C.shape[0]], tl.float32)
     if HAS_BIAS:
@@ -69,11 +71,11 @@ def conv_update_kernel(
     CHANNELS: tl.constexpr, WIDTH: tl.constexpr, HAS_BIAS: tl.constexpr, SILU: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """Convolve the tokens of each decode, and write the conv window after them.
+    """Convolve the tokens of each decode, and write the conv window (last inputs) after them.
 
-    Pointers: arguments of `ops.causal_conv1d_update` (starts: `query_start_loc`). Writes y and conv.
     Grid (tiles of channels, requests + 1): the last programs zero the outputs of tokens after the last request.
-    Occupancy on sm_90: at least 7 blocks per SM.
+    Occupancy on sm_90: at least 7 blocks per SM. Pointers: arguments of `ops.causal_conv1d_update` (starts:
+    `query_start_loc`; read, write: state slots; offset: first entry of the old window). Writes y and conv.
     """
     row = tl.program_id(1)
     c = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
@@ -108,7 +110,7 @@ def conv_update_kernel(
 def causal_conv1d_update(
     x, weight, bias, conv_state, query_start_loc, max_query_len, read, offset, write, activation,
 ):  # fmt: skip
-    """Triton form of `ops.causal_conv1d_update`, same arguments and result. No row may write a slot another reads."""
+    """Convolve decodes, windows from slots ``read`` (entry ``offset``) to ``write``, as `ops.causal_conv1d_update`."""
     require_dense(1, x=x, conv_state=conv_state)
     require_dense(2, weight=weight)
     num_rows, (num_tokens, channels), width = read.shape[0], x.shape, weight.shape[1]
@@ -150,12 +152,12 @@ def conv_kernel(
     CHANNELS: tl.constexpr, WIDTH: tl.constexpr, HAS_BIAS: tl.constexpr, SILU: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """Convolve the tokens of all prefills, and keep copies of their initial windows.
+    """Convolve the tokens of all prefills, and keep copies of their initial windows (inputs before the first token).
 
-    Reads arguments of `ops.causal_conv1d_varlen` (starts: `query_start_loc`). Writes outputs to ``y_ptr``, and copies
-    of windows to ``kept_ptr``.
     Grid (requests + tiles of tokens, tiles of channels): the first programs copy windows, the others compute.
-    Occupancy on sm_90: at least 3 blocks per SM.
+    Occupancy on sm_90: at least 3 blocks per SM. Reads arguments of `ops.causal_conv1d_varlen` (starts:
+    `query_start_loc`; read: state slots of initial windows). Writes outputs to ``y_ptr``, and copies of windows to
+    ``kept_ptr``.
     """
     c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     real_C = c < CHANNELS
@@ -195,11 +197,11 @@ def window_kernel(
     window_write_ptr, num_chunks, x_token, conv_slot, conv_entry, window_row, window_entry,
     CHANNELS: tl.constexpr, WIDTH: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """Write the conv window (last inputs) after each chunk and each request to its slot.
+    """Write the conv window (last inputs) after each chunk to a state slot, and after each request to its request row.
 
+    Grid (chunks + requests with own conv window, tiles of channels). Occupancy on sm_90: at least 16 blocks per SM.
     Pointers: arguments of `ops.causal_conv1d_varlen` (starts: `query_start_loc`, window: `request_conv`), and the
     initial windows ``kept_ptr`` (from `conv_kernel`). Writes conv (chunks) and window (requests).
-    Grid (chunks + requests with own conv window, tiles of channels). Occupancy on sm_90: at least 16 blocks per SM.
     """
     unit = tl.program_id(0)
     if unit < num_chunks:
@@ -229,7 +231,7 @@ def causal_conv1d_varlen(
     x, weight, bias, conv_state, request_conv, query_start_loc, read, chunk_start_loc, chunk_row, chunk_write,
     request_conv_write, activation,
 ):  # fmt: skip
-    """Triton form of `ops.causal_conv1d_varlen`, same arguments and result, in two launches."""
+    """Convolve prefill tokens in two launches; same arguments and result as `ops.causal_conv1d_varlen`."""
     require_dense(1, x=x, conv_state=conv_state)
     require_dense(2, weight=weight)
     (num_tokens, channels), width = x.shape, weight.shape[1]

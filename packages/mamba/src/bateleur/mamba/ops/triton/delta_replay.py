@@ -1,4 +1,4 @@
-"""The delta rules of decodes, state policy FOLD: from a saved state and a ring of corrected values; writes no state.
+"""The delta rules of decodes (state policy FOLD), from saved states and rings of later tokens; writes no state.
 
 A program is one warp. It has a tile of value channels of one head and request, reads its tile of the saved state once,
 and computes in float32 without tensor cores. A value channel needs all key channels but no other value channel, so
@@ -64,13 +64,12 @@ def replay_kernel(
     CAPACITY: tl.constexpr, ONE_TOKEN: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_V: tl.constexpr,
     LINES: tl.constexpr, LINE: tl.constexpr, DECAY_LINES: tl.constexpr, DECAY_LINE: tl.constexpr,
 ):  # fmt: skip
-    """Compute the outputs of each decode from its saved state and ring, and append its tokens to the ring.
+    """Compute outputs of each decode from its saved state and its ring (buffer of later tokens), and append its tokens.
 
-    Pointers: arguments of `ops.delta_replay_update` (starts: `query_start_loc`). Writes o and the rings.
     Grid (heads x tiles of values, requests + 1): the last programs zero the outputs of tokens after the last request.
-    ONE_TOKEN: ``max_query_len`` is 1. Key channels are arranged in LINES lines of LINE channels, decays in DECAY_LINES
-    lines of DECAY_LINE.
-    Occupancy on sm_90: at least 8 blocks per SM.
+    Occupancy on sm_90: at least 8 blocks per SM. Pointers: arguments of `ops.delta_replay_update` (starts:
+    `query_start_loc`; slot: of the saved state). Writes o and the rings. ONE_TOKEN: ``max_query_len`` is 1. Key
+    channels are arranged in LINES lines of LINE channels, decays in DECAY_LINES lines of DECAY_LINE.
     """
     TILES: tl.constexpr = (VALUE_DIM + BLOCK_V - 1) // BLOCK_V
     K_ENTRY: tl.constexpr = HEADS // GROUP * KEY_DIM
@@ -190,7 +189,9 @@ def delta_replay_update(
     state, ring_k, ring_u, ring_g, q, k, v, a, b, A, dt_bias, query_start_loc, max_query_len,
     slot, ring_row, ring_start, ring_len, beta_scale,
 ):  # fmt: skip
-    """Triton form of `ops.delta_replay_update`, same arguments and result, in one launch."""
+    """A delta rule over decodes, from saved states and rings of later tokens; arguments of `ops.delta_replay_update`.
+    slot: saved state. ring_row, ring_start, ring_len: ring, first entry and number of entries after the state.
+    """
     require_dense(1, q=q, k=k, v=v, a=a, b=b, A=A)
     require_dense(dt_bias.dim(), dt_bias=dt_bias)
     require_dense(3, state=state, ring_k=ring_k, ring_u=ring_u)

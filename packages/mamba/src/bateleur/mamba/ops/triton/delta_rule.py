@@ -117,8 +117,8 @@ def zero_tokens(o_V, first, num_tokens, token, t, real_V):
 
 @triton.jit
 def ring_keys(ring_k_K, ring_g_D, start, count, j, real_K, real_D, k_entry, g_entry, CAPACITY: tl.constexpr):
-    """Load ``count`` ring entries from entry ``start`` on; return raw keys (J, K), the product of the decay factors of
-    all later entries (J, D), and the product of all decay factors (D,). Keys of missing entries are zeros.
+    """Load ``count`` ring entries (tokens after a state) from entry ``start`` on; return raw keys (J, K), the product
+    of the decay factors of all later entries (J, D), and of all decay factors (D,). Keys of missing entries are zeros.
 
     ``ring_k_K``, ``ring_g_D``: pointers to key and log decays of entry 0, masked by ``real_K`` and ``real_D``.
     ``k_entry``, ``g_entry``: strides of entries. ``j``: indices of entries, counted from ``start``.
@@ -166,9 +166,9 @@ def update_kernel(
 ):  # fmt: skip
     """Run the recurrence over the tokens of each decode, and write the state after each token to its state slot.
 
-    Pointers: arguments of `ops.delta_state_update` (starts: `query_start_loc`). Writes o and state.
     Grid (heads x tiles of values, requests + 1): the last programs zero the outputs of tokens after the last request.
-    Occupancy on sm_90: at least 7 blocks per SM.
+    Occupancy on sm_90: at least 7 blocks per SM. Pointers: arguments of `ops.delta_state_update` (starts:
+    `query_start_loc`; read, write: slots of old and new states). Writes o and state.
     """
     TILES: tl.constexpr = (VALUE_DIM + BLOCK_V - 1) // BLOCK_V
     head, row = tl.program_id(0) // TILES, tl.program_id(1)
@@ -210,7 +210,7 @@ def update_kernel(
 def delta_state_update(
     state, q, k, v, a, b, A, dt_bias, query_start_loc, max_query_len, read, write, beta_scale,
 ):  # fmt: skip
-    """Triton form of `ops.delta_state_update`, same arguments and result. No row may write a slot another reads."""
+    """A delta rule over decodes, from state slots ``read`` to ``write``; arguments of `ops.delta_state_update`."""
     require_dense(1, q=q, k=k, v=v, a=a, b=b, A=A)
     require_dense(dt_bias.dim(), dt_bias=dt_bias)
     require_dense(3, state=state)
@@ -235,7 +235,7 @@ def _fold_head(
     CAPACITY: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Update the state of one head of one request with ``count`` ring entries from entry ``start`` on.
+    """Update the state of one head of one request with ``count`` ring entries (later tokens), from ``start`` on.
 
     Reads the state in slot ``src`` and writes it to slot ``dst``. The ring pointers point to the request's ring.
     """
@@ -269,10 +269,10 @@ def fold_kernel(
     BLOCK_J: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    """Add ring entries to saved states, and copy the conv windows: S <- decay S + sum_j decay_j u_j k_j^T.
+    """Add ring entries (later tokens) to saved states: S <- decay S + sum_j decay_j u_j k_j^T; copy the conv windows.
 
-    Pointers: arguments of `ops.delta_fold_ring` (window: `request_conv`). Writes state and conv.
     Grid (heads + tiles of conv channels, groups of requests, layers). Occupancy on sm_90: at least 2 blocks per SM.
+    Pointers: arguments of `ops.delta_fold_ring` (window: `request_conv`; src, dst: slots). Writes state and conv.
     """
     part, layer = tl.program_id(0), tl.program_id(2).to(tl.int64)
     for begin in range(0, num_rows, BLOCK_R):
@@ -302,7 +302,9 @@ def fold_kernel(
 def delta_fold_ring(
     state, conv_state, request_conv, ring_k, ring_u, ring_g, ring_row, ring_start, count, src, dst, page_offset,
 ):  # fmt: skip
-    """Triton form of `ops.delta_fold_ring`, same arguments, in one launch. No row may write a slot another reads."""
+    """Add ring entries (later tokens) to saved states, and copy conv windows; arguments of `ops.delta_fold_ring`.
+    ring_row, ring_start, count: entries to add to state slots ``src``, giving ``dst``. page_offset: first window entry.
+    """
     require_dense(1, conv_state=conv_state, request_conv=request_conv)
     require_dense(3, state=state, ring_k=ring_k, ring_u=ring_u)
     require_dense(ring_g.dim() - 2, ring_g=ring_g)

@@ -74,7 +74,8 @@ def pairs_kernel(
 ):  # fmt: skip
     """Compute the products of keys and queries with the keys of their tile, and the inverse of the triangular system.
 
-    Grid (chunks x tiles of tokens, heads). Reads arguments of `ops.delta_scan_varlen`. Writes for each head and token:
+    Grid (chunks x tiles of tokens, heads). Occupancy on sm_90: at least 3 blocks per SM. Reads arguments of
+    `ops.delta_scan_varlen` (bias: `dt_bias`, chunk_starts: first token of each chunk). Writes for each head and token:
 
     * ``sum_ptr``, ``rest_ptr``: sum of the log decays of the tile's tokens up to the token, and after it, (D,) each;
     * ``inverse_ptr``, ``query_ptr``: its row (T,) of the inverse times beta, and its query's weights (T,) for keys;
@@ -82,7 +83,6 @@ def pairs_kernel(
 
     Every sum of log decays is added up from its own tokens, because a difference of sums would lose digits after a
     strong decay.
-    Occupancy on sm_90: at least 3 blocks per SM.
     """
     chunk, head = tl.program_id(0) // TILES, tl.program_id(1)
     first = tl.load(chunk_starts_ptr + chunk) + tl.program_id(0) % TILES * BLOCK_T
@@ -145,10 +145,10 @@ def walk_kernel(
 ):  # fmt: skip
     """Run the tiles of each request in order: compute outputs, and write the state after each chunk to its slot.
 
-    Reads ``sum_ptr`` to ``query_ptr``, which `pairs_kernel` wrote, and arguments of `ops.delta_scan_varlen`. Writes
-    ``o_ptr`` and ``state_ptr``.
     Grid (heads x tiles of values, requests + 1): the last programs zero the outputs of tokens after the last request.
-    Occupancy on sm_90: at least 1 block per SM.
+    Occupancy on sm_90: at least 1 block per SM. Reads ``sum_ptr`` to ``query_ptr``, which `pairs_kernel` wrote, and
+    arguments of `ops.delta_scan_varlen` (starts: `query_start_loc`; row_chunk: first chunk of each row; read,
+    chunk_write: state slots). Writes ``o_ptr`` and ``state_ptr``.
     """
     TILES: tl.constexpr = (VALUE_DIM + BLOCK_V - 1) // BLOCK_V
     head, row = tl.program_id(0) // TILES, tl.program_id(1)
@@ -194,9 +194,9 @@ def delta_scan_varlen(
     q, k, v, a, b, A, dt_bias, state, query_start_loc, chunk_start_loc, chunk_row, row_chunk_loc,
     max_chunks_per_row, chunk_size, read, chunk_write, beta_scale,
 ):  # fmt: skip
-    """Triton form of `ops.delta_scan_varlen`, same arguments and result, in two or three launches.
+    """A delta rule over prefills, in two or three launches; same arguments and result as `ops.delta_scan_varlen`.
 
-    No request may write a state slot that another reads.
+    read, chunk_write: slots of states before requests, and after chunks. No request may write a slot another reads.
     """
     del max_chunks_per_row
     require_dense(1, q=q, k=k, v=v, a=a, b=b, A=A)

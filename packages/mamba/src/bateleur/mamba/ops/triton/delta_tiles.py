@@ -1,4 +1,4 @@
-"""The gated delta rule over prefills in bfloat16, in tiles of 64 tokens: two kernels after `pairs_kernel` of `triton`.
+"""The gated delta rule over prefills in bfloat16, in tiles of 64 tokens: two kernels after `delta_scan.pairs_kernel`.
 
 With one decay per head, one operand of each product with the state is raw keys or queries, which are exact in bfloat16.
 The float32 operand is split into three bfloat16 numbers with 24 bits together. All products therefore run on tensor
@@ -200,11 +200,11 @@ def walk_tiles_kernel(
 ):  # fmt: skip
     """Run the tiles of each request in order: compute outputs, and write the state after each chunk to its slot.
 
-    Reads ``scale_ptr`` to ``query_ptr``, which `join_kernel` wrote, and arguments of `ops.delta_scan_varlen`. Writes
-    ``o_ptr`` and ``state_ptr``.
     Grid (heads x tiles of values, requests + 1): the last programs zero the outputs of tokens after the last request.
-    The strides of tokens are constants, so that the addresses of a tile need one register.
-    Occupancy on sm_90: at least 1 block per SM.
+    Occupancy on sm_90: at least 1 block per SM. Reads ``scale_ptr`` to ``query_ptr``, which `join_kernel` wrote, and
+    arguments of `ops.delta_scan_varlen` (starts: `query_start_loc`; row_chunk: first chunk of each row; read,
+    chunk_write: state slots). Writes ``o_ptr`` and ``state_ptr``. The strides of tokens are constants, so that the
+    addresses of a tile need one register.
     """
     TILES: tl.constexpr = (VALUE_DIM + BLOCK_V - 1) // BLOCK_V
     head, row = tl.program_id(0) // TILES, tl.program_id(1)
@@ -271,7 +271,7 @@ def scan_tiles(
     """Launch `join_kernel` and `walk_tiles_kernel`, which write the outputs ``o`` and the states.
 
     ``total`` to ``scale``: results of `pairs_kernel`. ``shape``: from `shape_options`. ``distances``: from
-    `token_distances`. The others: as in `ops.delta_scan_varlen`.
+    `token_distances`. read, chunk_write: state slots. The others: as in `ops.delta_scan_varlen`.
     """
     heads, value_dim, key_dim = (shape[name] for name in ("HEADS", "VALUE_DIM", "KEY_DIM"))
     options = LAUNCH | {"TILE": TILE, "BLOCK_K": max(16, next_power_of_2(key_dim))}

@@ -17,8 +17,8 @@ def norm_kernel(
 ):  # fmt: skip
     """Compute the RMS norm of x * act(z) over each group of SIZE channels, times weight. Grid (tokens, groups).
 
-    Reads x, z and weight; writes y. NORM_FIRST: as in `ops.gated_rms_norm`. SIGMOID: act is the sigmoid, else SiLU.
-    SHARED: one weight for all groups. Occupancy on sm_90: at least 3 blocks per SM.
+    Reads x, z and weight; writes y. NORM_FIRST: norm(x) * weight * act(z) instead. SIGMOID: act is the sigmoid, else
+    SiLU. SHARED: one weight for all groups. Occupancy on sm_90: at least 3 blocks per SM.
     """
     token, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
     lane = tl.arange(0, BLOCK)
@@ -38,7 +38,7 @@ def norm_kernel(
 
 
 def gated_rms_norm(x, z, weight, groups, eps, norm_first=False, activation="silu"):
-    """Triton form of `ops.gated_rms_norm`, same arguments and result, in one launch."""
+    """RMS norm of x * act(z) over each of ``groups`` groups of channels, times weight, as `ops.gated_rms_norm`."""
     require_gate(activation)
     require_dense(1, x=x, z=z, weight=weight)
     num_tokens, inner = x.shape

@@ -47,9 +47,9 @@ def update_kernel(
 ):  # fmt: skip
     """Run the recurrence over the tokens of each decode, and write the state after each token to its state slot.
 
-    Pointers: arguments of `ops.selective_state_update` (starts: `query_start_loc`). Writes y and state.
     Grid (heads x tiles of channels, requests + 1): the last programs zero the outputs of tokens after the last request.
-    Occupancy on sm_90: at least 8 blocks per SM.
+    Occupancy on sm_90: at least 8 blocks per SM. Pointers: arguments of `ops.selective_state_update` (starts:
+    `query_start_loc`; read, write: slots of old and new states). Writes y and state.
     """
     TILES: tl.constexpr = (HEAD_DIM + BLOCK_P - 1) // BLOCK_P
     head, row = tl.program_id(0) // TILES, tl.program_id(1)
@@ -90,7 +90,7 @@ def update_kernel(
 def selective_state_update(
     ssm_state, x, dt, A, B, C, D, dt_bias, query_start_loc, max_query_len, read, write, dt_min, dt_max,
 ):  # fmt: skip
-    """Triton form of `ops.selective_state_update`, same arguments and result. No row may write a slot another reads."""
+    """Mamba-2 over decodes, from state slots ``read`` to ``write``; arguments of `ops.selective_state_update`."""
     require_dense(1, x=x, dt=dt, B=B, C=C)
     require_dense(3, ssm_state=ssm_state)
     num_rows, (num_tokens, heads, head_dim) = read.shape[0], x.shape
@@ -110,7 +110,7 @@ def selective_state_update(
 
 @triton.jit
 def _entries(old_ptr_L, new_ptr_L, place_J, token_J, old_J, new_J, real_L):
-    """Load a matrix (J, L) float32: ring entries where mask ``old_J``, new tokens where mask ``new_J``, else zeros.
+    """Load (J, L) float32: ring entries (older inputs) where ``old_J``, new tokens where ``new_J``, else zeros.
 
     ``old_ptr_L + place_J`` and ``new_ptr_L + token_J`` are the addresses of their L numbers, masked by ``real_L``.
     """
@@ -122,7 +122,7 @@ def _entries(old_ptr_L, new_ptr_L, place_J, token_J, old_J, new_J, real_L):
 def _weights(CB_TJ, g_J, step_J, length, t, j):
     """Return the decay from the saved state to each query (T,), and the weight of each entry for each query (T, J).
 
-    Entries are ``length`` ring entries, then the new tokens, with log decays ``g_J`` and step sizes ``step_J``.
+    Entries are ``length`` ring entries (older inputs), then the new tokens; log decays ``g_J``, step sizes ``step_J``.
     ``CB_TJ``: products of C of each query with B of each entry. ``t``, ``j``: indices of queries and entries.
     Sums for queries and entries add the same numbers in the same order, so the decay of a query to itself is exactly 1.
     """
@@ -157,11 +157,11 @@ def replay_kernel(
     BLOCK_T: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Compute the outputs of each decode from its saved state and ring, and append its tokens to the ring.
+    """Compute outputs of each decode from its saved state and its ring (buffer of later inputs), and append its tokens.
 
-    Pointers: arguments of `ops.replay_update` (starts: `query_start_loc`). Writes y and the rings.
     Grid (heads x tiles of channels, requests + 1): the last programs zero the outputs of tokens after the last request.
-    Occupancy on sm_90: at least 2 blocks per SM.
+    Occupancy on sm_90: at least 2 blocks per SM. Pointers: arguments of `ops.replay_update` (starts: `query_start_loc`;
+    slot: of the saved state). Writes y and the rings.
     """
     TILES: tl.constexpr = (HEAD_DIM + BLOCK_P - 1) // BLOCK_P
     head, tile, row = tl.program_id(0) // TILES, tl.program_id(0) % TILES, tl.program_id(1)
@@ -219,7 +219,9 @@ def replay_update(
     ssm_state, ring_x, ring_dt, ring_B, x, dt, A, B, C, D, dt_bias, query_start_loc, max_query_len,
     slot, ring_row, ring_start, ring_len, dt_min, dt_max,
 ):  # fmt: skip
-    """Triton form of `ops.replay_update`, same arguments and result, in one launch."""
+    """Mamba-2 over decodes, from saved states and rings of later inputs; arguments of `ops.replay_update`.
+    slot: saved state. ring_row, ring_start, ring_len: ring, first entry and number of entries after the state.
+    """
     require_dense(1, x=x, dt=dt, B=B, C=C)
     require_dense(2, ring_dt=ring_dt)
     require_dense(3, ssm_state=ssm_state, ring_x=ring_x, ring_B=ring_B)
@@ -284,10 +286,10 @@ def fold_kernel(
     BLOCK_J: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_E: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    """Add ring entries to saved states, and copy the conv windows: S <- decay S + sum_j decay_j dt_j x_j B_j^T.
+    """Add ring entries (later inputs) to states: S <- decay S + sum_j decay_j dt_j x_j B_j^T; copy the conv windows.
 
-    Pointers: arguments of `ops.fold_ring` (window: `request_conv`). Writes state and conv.
     Grid (heads + tiles of conv channels, groups of requests, layers). Occupancy on sm_90: at least 2 blocks per SM.
+    Pointers: arguments of `ops.fold_ring` (window: `request_conv`; src, dst: slots). Writes state and conv.
     """
     part, layer = tl.program_id(0), tl.program_id(2).to(tl.int64)
     for begin in range(0, num_rows, BLOCK_R):
@@ -316,7 +318,9 @@ def fold_kernel(
 def fold_ring(
     ssm_state, conv_state, request_conv, ring_x, ring_dt, ring_B, A, ring_row, ring_start, count, src, dst, page_offset,
 ):  # fmt: skip
-    """Triton form of `ops.fold_ring`, same arguments, in one launch. No row may write a slot another reads."""
+    """Add ring entries (later inputs) to saved states, and copy conv windows; arguments of `ops.fold_ring`.
+    ring_row, ring_start, count: entries to add to state slots ``src``, giving ``dst``. page_offset: first window entry.
+    """
     require_dense(1, conv_state=conv_state, request_conv=request_conv, A=A)
     require_dense(2, ring_dt=ring_dt)
     require_dense(3, ssm_state=ssm_state, ring_x=ring_x, ring_B=ring_B)

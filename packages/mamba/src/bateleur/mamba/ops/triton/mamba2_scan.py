@@ -102,10 +102,10 @@ def passes_kernel(
 ):  # fmt: skip
     """Compute the state before each chunk, and write the state after a chunk to its slot: S <- decay S + contribution.
 
-    Reads arguments of `ops.ssd_scan_varlen`, ``added_ptr`` (from `adds_kernel`) and ``sum_ptr`` (from `steps_kernel`).
-    Writes states before chunks to ``entering_ptr``, and states after chunks to ``state_ptr`` (slots `chunk_write`).
     Grid (tiles of a state, heads, requests); SIZE: elements of a head's state.
-    Occupancy on sm_90: at least 25 blocks per SM.
+    Occupancy on sm_90: at least 25 blocks per SM. Reads arguments of `ops.ssd_scan_varlen`, ``added_ptr`` (from
+    `adds_kernel`) and ``sum_ptr`` (from `steps_kernel`). Writes states before chunks to ``entering_ptr``, and states
+    after chunks to ``state_ptr`` (slots `chunk_write`).
     """
     head, row = tl.program_id(1), tl.program_id(2)
     s = tl.program_id(0) * BLOCK_S + tl.arange(0, BLOCK_S)
@@ -207,9 +207,9 @@ def ssd_scan_varlen(
     x, dt, A, B, C, D, dt_bias, ssm_state, query_start_loc, chunk_start_loc, chunk_row, row_chunk_loc,
     max_chunks_per_row, chunk_size, read, chunk_write, dt_min, dt_max,
 ):  # fmt: skip
-    """Triton form of `ops.ssd_scan_varlen`, same arguments and result, in 4 launches.
+    """Mamba-2 over prefills, in four launches; same arguments and result as `ops.ssd_scan_varlen`.
 
-    No request may write a state slot that another reads.
+    read, chunk_write: slots of states before requests, and after chunks. No request may write a slot another reads.
     """
     del max_chunks_per_row
     require_dense(1, x=x, dt=dt, B=B, C=C)

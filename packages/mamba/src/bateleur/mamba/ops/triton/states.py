@@ -32,9 +32,9 @@ def copy_kernel(
 ):  # fmt: skip
     """Copy conv windows and SSM states between state slots.
 
-    Pointers: arguments of `ops.copy_states` (bias: `conv_bias`). Reads and writes conv and ssm.
     Grid (parts of the state + tiles of conv channels, groups of requests, layers).
-    Occupancy on sm_90: at least 9 blocks per SM.
+    Occupancy on sm_90: at least 9 blocks per SM. Pointers: arguments of `ops.copy_states` (src, dst: slots; bias:
+    `conv_bias`, first window entry to copy). Reads and writes conv and ssm.
     """
     part, layer = tl.program_id(0), tl.program_id(2).to(tl.int64)
     conv_ptr += layer * conv_layer
@@ -63,7 +63,7 @@ def copy_kernel(
 
 
 def copy_states(conv_state, ssm_state, conv_src, conv_bias, ssm_src, dst):
-    """Triton form of `ops.copy_states`, same arguments, in one launch. No row may write a slot another reads."""
+    """Copy conv windows and SSM states to slots ``dst`` (0: none), in one launch; arguments of `ops.copy_states`."""
     require_dense(1, conv_state=conv_state)
     layers, _, entries, channels = conv_state.shape
     size, strides = 0, (0, 0)  # no SSM states
@@ -89,7 +89,7 @@ def window_kernel(
 ):  # fmt: skip
     """Copy conv windows of running requests to state slots. Grid (tiles of conv channels, groups of requests, layers).
 
-    Reads window (`request_conv`) and the indices of `ops.fold_window` (offset: `page_offset`); writes conv.
+    Reads window (`request_conv`): its row ring_row, from entry offset on. Writes slot dst of conv; nothing if dst is 0.
     Occupancy on sm_90: at least 16 blocks per SM.
     """
     tile, layer = tl.program_id(0), tl.program_id(2).to(tl.int64)
@@ -108,7 +108,9 @@ def window_kernel(
 
 
 def fold_window(conv_state, request_conv, ring_row, dst, page_offset):
-    """Triton form of `ops.fold_window`, same arguments, in one launch for all layers."""
+    """Copy conv windows of running requests to state slots ``dst`` (0: none) in all layers, as `ops.fold_window`.
+    A window is read from row ``ring_row`` of ``request_conv``, from entry ``page_offset`` on.
+    """
     require_dense(1, conv_state=conv_state, request_conv=request_conv)
     layers, _, keep, channels = conv_state.shape
     block_c, num_rows = 512, dst.shape[0]

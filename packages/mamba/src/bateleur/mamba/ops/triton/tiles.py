@@ -171,9 +171,9 @@ def state_tile(head_dim: int, entries: int) -> int:
 
 @cache
 def fold_options(capacity: int, keep: int, dtype: torch.dtype) -> dict[str, Any]:
-    """Return options that all kernels of folds have, for rings of `capacity` and conv windows of `keep` entries.
+    """Return launch options of kernels that add entries of rings (later inputs) to states and copy conv windows.
 
-    dtype: dtype of the ring's inputs, see `precision`.
+    capacity, keep: entries of a ring and of a window. dtype: dtype of the ring's inputs, see `precision`.
     """
     return LAUNCH | {
         "BLOCK_J": max(16, next_power_of_2(capacity)),

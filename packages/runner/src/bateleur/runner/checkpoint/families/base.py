@@ -35,8 +35,8 @@ class Family:
     names: returns the tensor names in a model's files, and the weights that they fill. other_prefixes: (prefix of
     tensor names in some files, prefix in `names` that it stands for). fold: returns the names with multipliers of the
     configuration folded into weights. inside: field with the configuration of the text model. kinds: supported
-    `layer_types`. plain: fields whose values transformers passes through unchanged; a file with only these is read
-    without transformers, except for missing fields. needs: fields; at least one of them is required.
+    `layer_types`. plain: fields whose values transformers passes through unchanged. If a file has no others,
+    transformers is asked only for fields that are missing in it. needs: fields of which a file must have at least one.
     """
 
     model_type: str
@@ -56,8 +56,8 @@ class Family:
     mtp: MtpNames | None = None
     """Tensor names of an MTP head, if files of this family may have one."""
     plain: frozenset[str] = frozenset()
-    """Fields that transformers passes through unchanged. A file with no others is read without transformers, except for
-    missing fields."""
+    """Fields that transformers passes through unchanged. If a file has no others, transformers is asked only for fields
+    that are missing in it."""
     needs: tuple[str, ...] = ("num_hidden_layers",)
     """Fields of which a configuration must have at least one, because transformers has a default for them."""
 

@@ -128,7 +128,7 @@ def _qwen3_next(fields: ConfigFields) -> ModelSpec:
 
 
 def _qwen_names(spec: ModelSpec, sources: Mapping[str, str], *, packed: bool = False) -> Names:
-    """Return the weight names of a decoder. sources, packed: see `_delta_names`."""
+    """Return the weight names of a decoder. sources, packed: parts stacked in each file matrix, see `_delta_names`."""
     names = partial(_delta_names, sources=sources, packed=packed)
     return norms_less_one(weight_names(spec, mixers={DeltaLayer: Called("linear_attn", "input_layernorm", names)}))
 

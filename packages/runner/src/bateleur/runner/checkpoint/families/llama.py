@@ -30,7 +30,7 @@ def _mistral(fields: ConfigFields) -> ModelSpec:
 
 
 def _granite(fields: ConfigFields) -> ModelSpec:
-    """Llama with multipliers of embeddings, scores, branches and logits."""
+    """Llama with multipliers of embeddings, attention scores, outputs of attention and MLP, and logits."""
     return _equal_layers(fields, fields.attention(scale=fields["attention_multiplier"]), **fields.granite_multipliers())
 
 
@@ -78,7 +78,7 @@ def _alternating(fields: ConfigFields, **attention: Any) -> tuple[AttentionLayer
 
 
 def _olmo3(fields: ConfigFields) -> ModelSpec:
-    """Llama with a sliding window in most layers, and norms after the branches."""
+    """Llama with a sliding window in most layers, and norms after attention and MLP."""
     blocks = _alternating(fields, qk_norm_whole=True)
     mlp = ParallelLayer((fields.gated_mlp(),), norm_last=True)
     return fields.model([ParallelLayer((block,), norm_last=True) for block in blocks], mlp)

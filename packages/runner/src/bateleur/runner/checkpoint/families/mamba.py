@@ -53,7 +53,7 @@ _feed_forward_names = partial(
 
 
 def _falcon_h1(fields: ConfigFields) -> ModelSpec:
-    """Read Falcon-H1. Multipliers cost no time: they are in weights (`_fold`), attention scales, or branch factors."""
+    """Read Falcon-H1. Multipliers cost no time: they are in weights (`_fold`), attention scales, or layer factors."""
     if fields["projectors_bias"] != fields["mamba_proj_bias"]:
         raise ValueError(
             f"projectors_bias is {fields['projectors_bias']}; it must equal mamba_proj_bias = "
