@@ -55,7 +55,7 @@ class CProduct:
 class TargetInfo:
     """Sizes of the target model, and tensors that a head may share with it. Nothing is copied.
 
-    num_layers: layers between which boundaries lie: 0 is the output of the embedding, `num_layers` that of the last.
+    num_layers: number of layers. A tap `i` is the input of layer `i`; tap `num_layers` is the output of the last layer.
     embedding, lm_head: (V, hidden_size) each.
     output: the target's product with `lm_head`, (n, hidden_size) to (n, V), for heads that share it; None creates one.
     shard: the vocabulary shard of `embedding` and `lm_head`; None for the whole vocabulary.

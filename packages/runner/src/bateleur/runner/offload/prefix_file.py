@@ -1,6 +1,6 @@
 """Prefixes in safetensors files, verified when read.
 
-The metadata of a file name its layout and its tokens, so a file of another engine is refused with the reason. The
+The metadata of each file states its layout and its tokens, so a file of another engine is refused with the reason. The
 checksum detects damage, not forgery: anyone who can write files that an engine reads can change what it computes.
 """
 
