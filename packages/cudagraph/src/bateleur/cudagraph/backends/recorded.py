@@ -247,7 +247,7 @@ class _OperatorRecorder(CaptureTracker):
             self.memory.add(tensor, owned=True)
 
     def _move_to_pool(self, moved: dict[UntypedStorage, UntypedStorage], value: Any) -> Any:
-        """Return `value`, or its copy in the pool if it is an untracked tensor.
+        """Return `value`, or its copy in the pool if it is a tensor whose memory the capture does not track yet.
 
         moved: pool copies by storage. A new copy is added to it, so that views of one storage share one copy.
         """

@@ -47,7 +47,7 @@ def row_words(seed, position):
 
 @triton.jit
 def uniform(word_L, low, high):
-    """Return the uniform numbers of hashed token ids in a row with key words low and high, as `noise.uniform`."""
+    """Return `noise.uniform`: numbers in (0, 1) of hashed token ids `word_L`. low, high: halves of the row's key."""
     x_L = ((word_L.to(tl.uint32, bitcast=True) ^ low) * 0x7FEB352D) ^ high
     x_L = (x_L ^ (x_L >> 15)) * 0x846CA68B
     x_L = (x_L ^ (x_L >> 16)) * 0x2C1B3C6D

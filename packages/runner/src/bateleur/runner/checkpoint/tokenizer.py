@@ -1,7 +1,7 @@
 """Loads the tokenizer of a checkpoint folder, without transformers if its files describe it completely.
 
-transformers completes `tokenizer.json` by fields of `tokenizer_config.json`: more tokens, a tokenizer class that rebuilds
-it, clean-up of text. Without these fields, the tokenizers library reads the same tokenizer.
+transformers completes `tokenizer.json` by fields of `tokenizer_config.json`: more tokens, a class that rebuilds the
+tokenizer, clean-up of text. Without these fields, the tokenizers library reads the same tokenizer.
 
 `tiktoken.model` is the format of Kimi's checkpoints: a line for each token, with its bytes in base64 and its rank. It
 is converted like by transformers' `TikTokConverter`. Kimi's class says how text is split (`KIMI_SPLIT`); it is not run.

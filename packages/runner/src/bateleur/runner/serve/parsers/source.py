@@ -94,7 +94,7 @@ class TagTable:
         self._texts = {ord(char): tag for tag, char in self._by_text.items()}
 
     def marker(self, tag: str) -> str:
-        """Return the marker of a tag, or the tag itself if it is not a single token."""
+        """Return the character that `mark` writes for a tag, or the tag itself if it is not a single token."""
         return self._by_text.get(tag, tag)
 
     def mark(self, text: str, tags: Sequence[TextTag]) -> str:
