@@ -44,7 +44,7 @@ class DeviceStep:
 
 
 def expand(fields: DeviceFields, step: DeviceStep) -> None:
-    """Write all device fields of a batch, but not the ids of its first tokens, see `DeviceStep`. Needs the block tables."""
+    """Write all device fields of a batch but the ids of its first tokens (see `DeviceStep`). Reads the block tables."""
     EXPAND.on(fields.seq_lens)(fields, step)
 
 
