@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import re
+import threading
 import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
@@ -272,9 +274,6 @@ def test_lines_that_come_meanwhile_are_left_to_the_next_run(files: Files) -> Non
 
 
 def test_a_pipe_is_read_once(files: Files, tmp_path: Path) -> None:
-    import os
-    import threading
-
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     writer = threading.Thread(target=lambda: pipe.write_bytes(b'{"prompt": "a"}\n{"prompt": "b"}\n'))
@@ -288,3 +287,26 @@ def test_a_pipe_is_read_once(files: Files, tmp_path: Path) -> None:
     assert [record["prompt"] for record in files.read()] == ["a", "b"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out.jsonl", "pipe"]
     assert not {name for name in seen if name.startswith("tmp")}, "the copy has no name that a killed process leaves"
+
+
+@pytest.mark.parametrize("source", ["-", "pipe", "folder"])
+def test_replicas_read_a_regular_file(
+    files: Files, tmp_path: Path, source: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The pipe is refused before it is opened, which would wait for a writer."""
+    monkeypatch.setattr("bateleur.runner.cli.options.check_ray", lambda: None)
+    monkeypatch.chdir(tmp_path)
+    os.mkfifo("pipe")
+    Path("folder").mkdir()
+    assert main(["batch", source, str(files.results), "--replicas", "2"]) == 2
+    rule = "a regular file if replicas is given, because each replica reads it; write the requests to a file first"
+    assert f"bateleur: input is {source!r}; it must be {rule}\n" in capsys.readouterr().err
+    assert not files.results.exists()
+
+
+def test_replicas_and_no_file(
+    files: Files, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("bateleur.runner.cli.options.check_ray", lambda: None)
+    assert main(["batch", str(files.requests), str(files.results), "--replicas", "2"]) == 2
+    assert f"No such file or directory: '{files.requests}'" in capsys.readouterr().err

@@ -6,12 +6,16 @@ import io
 import json
 import os
 import stat
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 from cli_files import Files
 
 from bateleur.runner.cli import main
+from bateleur.runner.cli.line_formats import NativeFormat, OpenAIBatchFormat
+from bateleur.runner.cli.request_file import RequestFile
+from bateleur.runner.cli.result_file import ResultFile
 
 LONG_FIRST = [{"prompt": "long", "max_tokens": 9}, *({"prompt": text, "max_tokens": 2} for text in ("a", "b", "c"))]
 
@@ -230,3 +234,16 @@ def test_brackets_just_short_of_too_deep_are_refused_as_well(files: Files) -> No
     files.write({"prompt": "a"}, *(b'{"prompt": ' + b"[" * n + b"]" * n + b"}" for n in depths))
     assert files.run("--overwrite") in (0, 1)
     assert len(files.read()) == 1 + len(depths)
+
+
+def test_results_that_cannot_be_read_again_are_counted(files: Files) -> None:
+    """Else a run on replicas would run every request again."""
+    files.write({"prompt": "a"}, {"prompt": "b"}, {"prompt": "c"})
+    requests = RequestFile(str(files.requests), NativeFormat({}), OpenAIBatchFormat({}, ["m"]), {})
+    results = ResultFile(Path(os.devnull), str(files.requests), overwrite=False)
+    with closing(requests), closing(results):
+        requests.scan()
+        assert results.resume(requests) == 0
+        results.write(2, {"line": 2})
+        assert [results.has_result(line) for line in (1, 2, 3)] == [False, True, False]
+        results.finish()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -68,6 +69,21 @@ def test_what_is_no_parquet_file_is_told(files: Any, tmp_path: Path, capsys: pyt
     source.write_text('{"prompt": "x"}\n')
     assert main(["batch", str(source), str(tmp_path / "out.jsonl")]) == 2
     assert "is not a Parquet file" in capsys.readouterr().err
+
+
+@needs_pyarrow
+def test_a_pipe_with_a_name_of_a_parquet_file_is_refused(
+    files: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    os.mkfifo("in.parquet")
+    writer = os.open("in.parquet", os.O_RDWR)  # so that no open of the pipe waits
+    try:
+        assert main(["batch", "in.parquet", "out.jsonl"]) == 2
+    finally:
+        os.close(writer)
+    rule = "a regular file, because reading Parquet needs seeking; write the data to a file first"
+    assert capsys.readouterr().err == f"bateleur: input is 'in.parquet'; it must be {rule}\n"
 
 
 def test_a_batch_is_a_file_of_prompts(files: Any) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import importlib
 import json
+import os
 import pickle
 import signal
 import subprocess
@@ -12,6 +13,7 @@ import sys
 import time
 import warnings
 from collections.abc import Iterator
+from contextlib import nullcontext
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -61,6 +63,32 @@ def test_an_actor_says_what_one_engine_says(tmp_path: Path) -> None:
         assert {key: mine[key] for key in mine if key != "request"} == {
             key: value for key, value in record.items() if key not in ("line", "request")
         }
+
+
+def test_each_request_runs_once_if_results_go_to_a_pipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray is left out: chunks run here."""
+    with warnings.catch_warnings(action="ignore"):
+        ray_batch: Any = importlib.import_module("bateleur.runner.cli.ray_batch")
+    ran: list[int] = []
+
+    def run_chunks(chunks: list[dict[str, bytes]], parser: Any, *_: Any) -> Iterator[tuple[int, dict[str, Any], None]]:
+        for chunk in chunks:
+            for request in pickle.loads(chunk["chunk"]).requests(parser):
+                ran.append(request.line)
+                yield request.line, {"line": request.line}, None
+
+    monkeypatch.setattr(ray_batch, "_run_chunks", run_chunks)
+    monkeypatch.setattr(ray_batch, "ray_cluster", lambda *_: nullcontext())
+    source, target = tmp_path / "in.jsonl", tmp_path / "pipe"
+    source.write_text("\n".join(map(json.dumps, REQUESTS)))
+    os.mkfifo(target)
+    reader = os.open(target, os.O_RDWR)
+    try:
+        assert main(["batch", str(source), str(target), "--replicas", "2"]) == 0
+        written = os.read(reader, 1 << 16).splitlines()
+    finally:
+        os.close(reader)
+    assert ran == [json.loads(line)["line"] for line in written] == list(range(1, 1 + len(REQUESTS)))
 
 
 DOUBLE = """

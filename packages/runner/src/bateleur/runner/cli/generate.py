@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
@@ -76,8 +77,10 @@ def _request_runner(args: argparse.Namespace, adapters: Mapping[str, str]) -> Ru
     if adapters:
         refuse("lora_modules", list(adapters), "left out with replicas, which do not load adapters together")
     options.check_ray()
-    if args.prompt_file == "-":
-        refuse("input", "-", "a file if --replicas is given: each replica reads it")
+    source = Path(args.prompt_file)
+    if args.prompt_file == "-" or (source.exists() and not source.is_file()):
+        rule = "a regular file if replicas is given, because each replica reads it; write the requests to a file first"
+        refuse("input", args.prompt_file, rule)
 
     def run_on_replicas(requests: RequestFile, has: Callable[[int], bool], count: int) -> Iterator[Result]:
         print_status("starting Ray")

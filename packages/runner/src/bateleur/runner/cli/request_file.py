@@ -24,6 +24,7 @@ import numpy as np
 from bateleur.runner.cli.console import name_in_errors
 from bateleur.runner.cli.line_formats import LineFormat, LineRequest, NativeFormat, OpenAIBatchFormat
 from bateleur.runner.cli.parquet import is_parquet, json_lines
+from bateleur.runner.utils.arguments import refuse
 
 _MAX_LINE_BYTES = 1 << 26
 _HASH_BYTES = 16  # enough that two different ids never share a hash
@@ -80,7 +81,8 @@ class RequestFile:
     format of all lines. Lines that are appended after `scan` are not read.
 
     file: path, or `-` for stdin. native, batch: parsers of the two formats of lines. engine: settings that results
-    depend on, included in each request's digest.
+    depend on, included in each request's digest. Raises OSError if the file cannot be opened, and ValueError for a
+    Parquet file that is a pipe.
     """
 
     def __init__(self, file: str, native: NativeFormat, batch: OpenAIBatchFormat, engine: Mapping[str, Any]) -> None:
@@ -96,6 +98,11 @@ class RequestFile:
             if file != "-":
                 self._file = Path(file).open("rb")  # noqa: SIM115 (until `close`)
             regular = file != "-" and stat.S_ISREG(fstat(self._file.fileno()).st_mode)
+        if self._parquet and not regular:
+            self.close()
+            refuse(
+                "input", file, "a regular file, because reading Parquet needs seeking; write the data to a file first"
+            )
         self.path = Path(file).resolve() if regular else None  # where other processes can read it; not stdin and pipes
 
     def __len__(self) -> int:

@@ -39,7 +39,7 @@ class ResultFile:
         self._file: IO[bytes] = sys.stdout.buffer if path is None else path.open("ab", buffering=0)
         self._regular = path is not None and stat.S_ISREG(os.fstat(self._file.fileno()).st_mode)
         self.folder = self._path.resolve().parent if self._regular else None  # where temporary files may be put
-        self._starts = np.empty(0, np.int64)  # by request line: offset of its result
+        self._starts = np.empty(0, np.int64)  # by request line: offset of its result; _NONE without one
         self._end, self._superseded = 0, False  # length of the results, and whether later ones replace some of them
 
     def close(self) -> None:
@@ -52,7 +52,7 @@ class ResultFile:
 
         Raises ValueError if another run writes to the file, a line is not a result, or a request has changed.
         """
-        self._starts = np.full(requests.num_lines + 1 if self._regular else 0, _NONE, np.int64)
+        self._starts = np.full(requests.num_lines + 1, _NONE, np.int64)
         if not self._regular:
             return 0
         try:
@@ -99,7 +99,7 @@ class ResultFile:
 
     def has_result(self, line: int) -> bool:
         """Whether the request of this line has a result."""
-        return self._regular and bool(self._starts[line] != _NONE)
+        return bool(self._starts[line] != _NONE)
 
     def write(self, line: int, record: Mapping[str, Any]) -> None:
         """Write a whole result, and flush it. Raises an OSError that names the file."""
@@ -112,8 +112,7 @@ class ResultFile:
             while left:
                 left = left[self._file.write(left) :]
             self._file.flush()
-        if self._regular:
-            self._starts[line] = self._end
+        self._starts[line] = self._end
         self._end += len(data)
 
     def finish(self) -> None:
