@@ -7,7 +7,9 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -24,7 +26,7 @@ from bateleur.runner import LLM, SamplingParams
 from bateleur.runner.assets import shipped_draft
 from bateleur.runner.cli import main
 from bateleur.runner.diagnose.explain_acceptance import PROMPTS as EXPLAINED
-from bateleur.runner.diagnose.explain_acceptance import TEMPERATURES, explain
+from bateleur.runner.diagnose.explain_acceptance import TEMPERATURES, _AcceptanceStudy, explain
 from bateleur.runner.diagnose.explanation import (
     ALONE,
     EAGER,
@@ -42,6 +44,7 @@ from bateleur.runner.diagnose.head_alone import (
     conventions,
     draft_by_position,
 )
+from bateleur.runner.errors import ContradictoryTokens
 from bateleur.runner.spec_decode.draft_head import DraftHead
 
 SIZE, VOCAB, TAP, LAST = 256, 4096, 5, 10
@@ -436,3 +439,29 @@ def test_what_cannot_be_explained_is_refused(write: Writer) -> None:
         explain(None, "nowhere")
     with pytest.raises(ValueError, match="draft is 'ngram'; it must be the folder of a head"):
         explain(None, "ngram")
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("CUDA error: launch")])
+def test_only_contradictory_tokens_are_reported_as_such(error: RuntimeError, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other errors of the engine are not causes of a low acceptance rate."""
+    known = ContradictoryTokens("row 1: next_token 5 does not follow; emitted were [4]")
+    checkpoint = SimpleNamespace(spec=SimpleNamespace(num_layers=2))
+    study = _AcceptanceStudy(checkpoint, "", {}, [[1]], 4, 3, texts={0.0: [[1]], 0.8: [[1]]})  # type: ignore[arg-type]
+    monkeypatch.setattr(study, "load_engine", Mock())
+    monkeypatch.setattr(study, "generate", Mock(side_effect=known))
+    study.run_oracle()
+    text = "the drafter gets contradictory tokens: row 1: next_token 5 does not follow; emitted were [4]"
+    assert study.problems == [f"at temperature 0 {text}", f"at temperature 0.8 {text}"]
+    monkeypatch.setattr(study, "generate", Mock(side_effect=error))
+    with pytest.raises(type(error), match=str(error)):
+        study.run_oracle()
+
+
+def test_the_recording_drafter_finds_contradictory_tokens() -> None:
+    drafter = RecordingDrafter(2, 1)
+    drafter.admit(1, [3])
+    batch = SimpleNamespace(query_start_loc=torch.tensor([0, 1]))
+    context: Any = SimpleNamespace(batch=batch, rows=torch.tensor([1]), num_valid=torch.tensor([1]), num_drafts=2)
+    context.emitted, context.next_token = torch.tensor([[4, -1]]), torch.tensor([5])
+    with pytest.raises(ContradictoryTokens, match=r"^row 1: next_token 5 does not follow; emitted were \[4\]$"):
+        drafter.propose(context)

@@ -9,6 +9,7 @@ ValueError                  an argument is wrong: the message names the argument
     MissingExtra            an optional dependency is not installed; also an ImportError
     PrefixRefused           a file is not a usable prefix for this engine; `reason` says why
 RuntimeError                concurrent calls of an LLM, or a call in a forked process
+    ContradictoryTokens     an engine gave its drafter tokens that contradict each other
     QueueFull               an AsyncLLM has its maximum number of queued requests
     Unmeasured              a benchmarked engine or server failed
     EngineDead              the engine has failed or was closed
@@ -95,6 +96,7 @@ __all__ = [
     "CollectiveBroken",
     "ConformanceError",
     "ContextLengthExceeded",
+    "ContradictoryTokens",
     "DanglingExternal",
     "EngineDead",
     "GraphError",
@@ -134,6 +136,10 @@ class ContextLengthExceeded(ValueError):
             "output included: reduce the length of the messages or of the prompt"
         )
         self.length, self.max_model_len = length, max_model_len
+
+
+class ContradictoryTokens(RuntimeError):
+    """The tokens that an engine gave its drafter contradict each other. `explain-acceptance` reports them."""
 
 
 class EngineDead(RuntimeError):

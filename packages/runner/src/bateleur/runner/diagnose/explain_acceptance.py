@@ -19,6 +19,7 @@ from bateleur.runner.diagnose import head_alone
 from bateleur.runner.diagnose.explanation import ConventionResult, Explanation, Run, conclude
 from bateleur.runner.diagnose.head_alone import Convention, RecordedText, RecordingDrafter
 from bateleur.runner.engine.input_processor import Prompt
+from bateleur.runner.errors import ContradictoryTokens
 from bateleur.runner.llm import LLM
 from bateleur.runner.sampling_params import SamplingParams
 from bateleur.runner.spec_decode.draft_head import DraftHead
@@ -156,7 +157,7 @@ class _AcceptanceStudy:
             recorder.script, when = texts, f"at temperature {temperature:g}"
             try:
                 outputs = self.generate(llm, temperature, kinds.ORACLE)
-            except RuntimeError as error:
+            except ContradictoryTokens as error:
                 self.problems.append(f"{when} the drafter gets contradictory tokens: {error}")
                 continue
             run = self.runs[-1]

@@ -19,6 +19,7 @@ from torch import Tensor
 from bateleur.eagle import DraftContext, TargetNeeds
 from bateleur.eagle.heads import Head, HeadSpec
 from bateleur.eagle.heads.eagle import Eagle3Head
+from bateleur.runner.errors import ContradictoryTokens
 from bateleur.runner.spec_decode.mtp_head import MtpHead
 
 H = TypeVar("H", Eagle3Head, MtpHead)
@@ -134,7 +135,7 @@ class RecordingDrafter:
     def propose(self, context: DraftContext) -> Tensor:
         """Record the features of a step and return drafts from the known texts, see `Drafter.propose`.
 
-        Raises RuntimeError if the tokens that the engine reports contradict each other.
+        Raises ContradictoryTokens if the tokens that the engine reports contradict each other.
         """
         starts, valid = context.batch.query_start_loc.tolist(), context.num_valid.tolist()
         next_token, emitted = context.next_token.tolist(), context.emitted.tolist()
@@ -145,7 +146,7 @@ class RecordingDrafter:
             new, tokens = [token for token in emitted[i] if token >= 0], self._tokens[row]
             tokens += new
             if new and tokens[-1] != next_token[i]:
-                raise RuntimeError(f"row {row}: next_token {next_token[i]} does not follow; emitted were {new}")
+                raise ContradictoryTokens(f"row {row}: next_token {next_token[i]} does not follow; emitted were {new}")
             rest = next((text[len(tokens) :] for text in self.script if text[: len(tokens)] == tokens), [])
             known = rest[: context.num_drafts] if new else []
             drafts[i, : len(known)] = torch.tensor(known, dtype=torch.int64)
