@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -64,6 +65,22 @@ def test_latency_beside_transformers(inside: list[str], tmp_path: Path, capsys: 
     assert result["step"]["batch"] == 2
     assert printed.index("same tokens") < printed.index("tokens/s")
     assert "reading them at" in printed
+
+
+def test_transformers_may_emit_end_of_text_as_well(tiny_checkpoint: Any, tmp_path: Path) -> None:
+    """Every token but 0 ends a text here. While they were masked, transformers generated only 0."""
+    folder = shutil.copytree(tiny_checkpoint("llama")[0], tmp_path / "model")
+    for name in ("config.json", "generation_config.json"):
+        path = folder / name
+        fields = json.loads(path.read_text()) if path.exists() else {}
+        vocab_size = json.loads((folder / "config.json").read_text())["vocab_size"]
+        path.write_text(json.dumps(fields | {"eos_token_id": list(range(1, vocab_size))}))
+    same = {"device": "cpu", "dtype": "float32"}
+    settings = {"model": str(folder), **same, "options": {**same, "max_model_len": 32, "skip_tokenizer_init": True}}
+    prompts, lengths = [[5, 6, 7], [8, 9]], [9, 6]
+    ours, theirs = (worker.ENGINES[name](settings)[0](prompts, lengths) for name in ("bateleur", "transformers"))
+    assert [len(ids) for ids in theirs] == lengths
+    assert ours == theirs
 
 
 def test_the_bound_is_of_the_cache_that_the_engine_has(tiny_checkpoint: Any) -> None:

@@ -4,8 +4,8 @@
 
 The script runs in environments without this package, so only the engine `bateleur` imports it. Input lines are
 {"prompts": [[ids], ...], "tokens": [n, ...]}. After loading, it prints "ready " and an object with the version; for
-each input line it prints "done " and {"seconds": ..., "cpu_seconds": ..., "ids": [[...], ...]}. End-of-text tokens are
-ignored.
+each input line it prints "done " and {"seconds": ..., "cpu_seconds": ..., "ids": [[...], ...]}. An
+end-of-text token does not end a request.
 """
 
 import json
@@ -55,15 +55,16 @@ def transformers(settings: dict[str, Any]) -> tuple[Generate, dict[str, Any]]:
     library.logging.set_verbosity_error()
     load = library.AutoModelForCausalLM.from_pretrained
     model = load(settings["model"], dtype=getattr(torch, settings["dtype"])).to(settings["device"]).eval()
+    # `min_new_tokens` would mask end-of-text tokens. The other engines may emit them, and continue.
+    model.generation_config.eos_token_id = None
 
     def generate(prompts: TokenIds, tokens: list[int]) -> TokenIds:
-        width, longest = max(map(len, prompts)), max(tokens)
+        width = max(map(len, prompts))
         ids = torch.tensor([[0] * (width - len(each)) + each for each in prompts])
         mask = torch.tensor([[0] * (width - len(each)) + [1] * len(each) for each in prompts])
         with torch.no_grad():
-            lengths = {"max_new_tokens": longest, "min_new_tokens": longest}
-            greedy = {"do_sample": False, "repetition_penalty": 1.0, "pad_token_id": 0}
-            out = model.generate(ids.to(model.device), attention_mask=mask.to(model.device), **lengths, **greedy)
+            greedy = {"max_new_tokens": max(tokens), "do_sample": False, "repetition_penalty": 1.0, "pad_token_id": 0}
+            out = model.generate(ids.to(model.device), attention_mask=mask.to(model.device), **greedy)
         return [row[width : width + count].tolist() for row, count in zip(out, tokens, strict=True)]
 
     return generate, {"version": f"transformers {library.__version__}"}
