@@ -13,6 +13,10 @@ def test_what_was_given_comes_in_its_order() -> None:
     assert second.tolist() == [0.5, -1.0]
 
 
+def test_no_tensors() -> None:
+    assert Fetch([]).wait() == []
+
+
 @pytest.mark.gpu
 def test_what_is_queued_later_is_not_waited_for() -> None:
     """The copy has the contents at its creation, and arrives while the device is still busy."""

@@ -90,7 +90,7 @@ class Fetch:
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self._done: torch.cuda.Event | None = None
-        if not tensors[0].is_cuda:
+        if not tensors or not tensors[0].is_cuda:
             self._on_host = list(tensors)
             return
         self._on_host = [torch.empty(each.shape, dtype=each.dtype, pin_memory=True) for each in tensors]
