@@ -183,7 +183,7 @@ def test_a_fault_is_found_and_named(fault: str, letters: str, text: str) -> None
     reads = fault.startswith("keeps")
     with pytest.raises(ConformanceError, match=text) as found:
         check_drafter(lambda _: Broken(fault), reads_device=reads)
-    assert found.value.letters == letters
+    assert "".join(found.value.letters) == letters
 
 
 class Spoiling(Broken):

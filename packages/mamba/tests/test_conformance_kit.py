@@ -64,7 +64,7 @@ def test_a_window_that_stays_where_it_is_is_found():
     spec = LeavesTheWindow(5, conv_dtype=F64)
     with pytest.raises(ConformanceError, match="the conv window of slot") as error:
         check_recurrence(spec, one_token(spec))
-    assert error.value.letters == "fold"
+    assert error.value.letters == ("fold",)
 
 
 class ForgetsWhereItWas(Mamba2):

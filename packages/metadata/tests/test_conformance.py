@@ -25,7 +25,7 @@ from bateleur.metadata import (
 from bateleur.metadata.backends import _load, _torch_ops, backend_names, unsupported_reason
 from bateleur.metadata.backends.base import LayerConfig
 from bateleur.metadata.backends.paged import TritonBackend
-from bateleur.metadata.conformance import ConformanceError, backend_checks, check_backend, check_builder
+from bateleur.metadata.conformance import ConformanceError, Violation, backend_checks, check_backend, check_builder
 
 LIMITS = BatchLimits(max_num_reqs=7, max_num_tokens=31, max_model_len=19)
 SUPPORTS = list(GraphSupport)
@@ -432,7 +432,12 @@ def test_T_A4_what_only_some_garbage_changes_is_found() -> None:
     """NaN is not the only garbage: a kernel that drops NaN still leaks the rest."""
     with pytest.raises(ConformanceError, match=r"\[A\] real rows depend on memory that must not be read") as caught:
         check_backend(Wrong(leak=1.0), heads=((6, 2),), head_dims=(16,), block_sizes=(5,))
-    assert caught.value.letters == "A"
+    assert caught.value.letters == ("A",)
+
+
+def test_letters_may_be_names_of_checks() -> None:
+    error = ConformanceError("it", [Violation(name, "") for name in ("schedule", "declaration", "schedule")])
+    assert error.letters == ("declaration", "schedule")
 
 
 @pytest.mark.parametrize("defect", [None, "epsilon", "weight", "sine"])

@@ -24,6 +24,6 @@ class ConformanceError(AssertionError):
         super().__init__(f"{subject} breaks the contract:\n  {lines}")
 
     @property
-    def letters(self) -> str:
-        """Sorted letters of the violations, each once."""
-        return "".join(sorted({violation.letter for violation in self.violations}))
+    def letters(self) -> tuple[str, ...]:
+        """Sorted letters of the violations (of a recurrence: names of the failed checks), each once."""
+        return tuple(sorted({violation.letter for violation in self.violations}))
