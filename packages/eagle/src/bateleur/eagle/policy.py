@@ -26,7 +26,7 @@ class PolicyRows:
         drafter's positions.
     acceptance: (R, K) float64 in [0, 1], probability that draft i is accepted if all before it are.
     num_other_tokens: tokens of other requests in the same step, such as chunks of prompts.
-    greedy: whether every request takes the most likely token, so that drafts need no noise.
+    greedy: whether drafts need no noise, because all requests are greedy or the drafter does not sample.
     """
 
     rows: IntArray
