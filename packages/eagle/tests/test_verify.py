@@ -396,7 +396,7 @@ STARTS = torch.zeros(3, dtype=torch.int32)
         (lambda: Drafts(INT.view(2, 1).int(), OneHot()), "tokens must be int64"),
         (lambda: Drafts(INT.view(2, 1), Logits(torch.zeros(2, 2, 5))), "distribution has logits for"),
         (lambda: Logits(torch.zeros(2, 5)), r"logits=.*: must be floating \(R, K, Vd\)"),
-        (lambda: Logits(torch.zeros(2, 1, 5), INT), "ids must be int64 with one id for each of 5 lanes"),
+        (lambda: Logits(torch.zeros(2, 1, 5), INT), "ids must be int64 with one id for each of Vd = 5 draft logits"),
         (lambda: verify(torch.zeros(5), Drafts(INT.view(2, 1), OneHot()), rows_of([1, 1])), r"logits must be \(N, V\)"),
         (
             lambda: verify(torch.zeros(2, 5), Drafts(INT.view(2, 1), OneHot()), rows_of([1, 1, 1])),

@@ -120,7 +120,9 @@ def test_normalisers_are_those_of_one_to_the_bit(num_ranks: int) -> None:
     assert float(exact_sum(torch.full((1, 8), 0.999))) == pytest.approx(8 * 0.999, rel=1e-6)
 
 
-def test_logits_of_a_part_have_its_lanes() -> None:
+@pytest.mark.parametrize(("width", "ids"), [(6, None), (5, torch.arange(5))])
+def test_draft_logits_of_a_vocabulary_shard_have_its_size_and_no_ids(width: int, ids: torch.Tensor | None) -> None:
     shard = parts_of(10, Together(2))[0]
-    with pytest.raises(ValueError, match=r"^logits of a part have its 5 lanes and no ids, got \(1, 1, 6\)$"):
-        Logits(torch.zeros(1, 1, 6), shard=shard)
+    rule = r"must be \(R, K, 5\) with ids=None, because shard is a vocabulary shard of 5 tokens"
+    with pytest.raises(ValueError, match=rf"^logits=\(1, 1, {width}\): {rule}$"):
+        Logits(torch.zeros(1, 1, width), ids, shard)

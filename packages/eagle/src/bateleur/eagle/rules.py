@@ -46,12 +46,12 @@ class Logits:
         if self.logits.dim() != 3 or not self.logits.is_floating_point():
             raise ValueError(f"logits={self.logits.dtype} {tuple(self.logits.shape)}: must be floating (R, K, Vd)")
         if self.shard is not None and (self.ids is not None or self.logits.shape[2] != self.shard.size):
-            raise ValueError(
-                f"logits of a part have its {self.shard.size} lanes and no ids, got {tuple(self.logits.shape)}"
-            )
+            size, shape = self.shard.size, tuple(self.logits.shape)
+            rule = f"must be (R, K, {size}) with ids=None, because shard is a vocabulary shard of {size} tokens"
+            raise ValueError(f"logits={shape}: {rule}")
         if self.ids is not None and (self.ids.dtype != torch.int64 or self.ids.shape != self.logits.shape[2:]):
             raise ValueError(
-                f"ids must be int64 with one id for each of {self.logits.shape[2]} lanes, "
+                f"ids must be int64 with one id for each of Vd = {self.logits.shape[2]} draft logits, "
                 f"got {self.ids.dtype} {tuple(self.ids.shape)}"
             )
 
