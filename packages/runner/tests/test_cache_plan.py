@@ -195,7 +195,7 @@ def test_one_request_without_room_for_a_second_page_shares_nothing() -> None:
 def test_a_model_without_attention_gives_all_to_pages() -> None:
     spec = model(mamba=(4, 4, 16, 1), attention=(0, 1, 1))
     plan, _ = planned(spec, 10**9, share=True)
-    assert (plan.num_blocks, plan.kv_bytes) == (0, 0)
+    assert (plan.num_blocks, plan.num_tokens, plan.kv_bytes) == (0, 0, 0)
     assert kept(plan) == ROWS * plan.costs.pages_to_share
     assert plan.costs.layout is not None
     assert plan.costs.layout.block_size == 64

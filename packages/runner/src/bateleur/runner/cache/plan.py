@@ -73,8 +73,8 @@ class CachePlan:
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens that the KV blocks hold, without the null block."""
-        return (self.num_blocks - 1) * self.block_size
+        """Number of tokens that the KV blocks hold, without the null block. 0 for a model without attention."""
+        return max(self.num_blocks - 1, 0) * self.block_size
 
     @property
     def num_missing_blocks(self) -> int:
