@@ -225,6 +225,13 @@ def test_coverage_shows_gaps() -> None:
     ]
 
 
+def test_coverage_of_a_variant() -> None:
+    dispatcher = CudagraphDispatcher.make(CudaGraphMode.FULL_DECODE_ONLY, [4], variants=[("rank", 8)])
+    covered, missing = dispatcher.coverage(4, 1, variant=("rank", 8)), dispatcher.coverage(4, 1)
+    assert [each.descriptor for each in covered.ranges] == [*dispatcher.keys]
+    assert [(each.last, each.reason) for each in missing.ranges] == [(4, DispatchReason.VARIANT)]
+
+
 def test_a_dispatcher_without_capture_sizes_has_no_graphs() -> None:
     decision = CudagraphDispatcher.make(FULL, []).dispatch(UnpaddedBatch(1, 1, 1, 1, True))
     assert decision == DispatchDecision(None, DispatchReason.NO_GRAPHS)

@@ -226,12 +226,18 @@ class CudagraphDispatcher:
                 reason = violated
         return DispatchDecision(None, reason)
 
-    def coverage(self, max_num_reqs: int, query_len: int, *, decode_only: bool = True) -> Coverage:
-        """Dispatch batches of 1 .. `max_num_reqs` requests with `query_len` tokens each; summarise the decisions."""
+    def coverage(
+        self, max_num_reqs: int, query_len: int, *, decode_only: bool = True, variant: Variant = ()
+    ) -> Coverage:
+        """Dispatch batches of 1 .. `max_num_reqs` requests with `query_len` tokens each; summarise the decisions.
+
+        decode_only, variant: of all batches, see `UnpaddedBatch`.
+        """
         if max_num_reqs < 1 or query_len < 1:
             raise ValueError(f"max_num_reqs={max_num_reqs} and query_len={query_len} must be at least 1")
         batches = (
-            UnpaddedBatch(n, n * query_len, query_len, query_len, decode_only) for n in range(1, max_num_reqs + 1)
+            UnpaddedBatch(n, n * query_len, query_len, query_len, decode_only, variant)
+            for n in range(1, max_num_reqs + 1)
         )
         return Coverage.of(query_len, [self.dispatch(batch) for batch in batches])
 
