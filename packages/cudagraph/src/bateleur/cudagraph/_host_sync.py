@@ -1,5 +1,7 @@
-"""Finds operators and methods that make the host wait for a value on the device. This file exists twice, in
-`bateleur.cudagraph` and `bateleur.metadata.conformance`, because neither package imports the other. They must be equal.
+"""Finds operators and methods that make the host wait for a value on the device.
+
+This file exists twice, in `bateleur.cudagraph` and `bateleur.metadata.conformance`, because neither package imports the
+other. Both copies must be equal.
 """
 
 from collections.abc import Callable, Iterable, Iterator
