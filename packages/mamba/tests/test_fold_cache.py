@@ -117,9 +117,11 @@ def test_a_prompt_after_decodes_needs_the_page_of_its_block():
         step = cache.step(table, [1], n, [tokens], decodes)
         step.mix(0, inputs.xbc[0, int(n) : int(n) + tokens], inputs.dt[0, int(n) : int(n) + tokens])
         n = step.commit([tokens])
-    with pytest.raises(
-        ValueError, match="table has no page in column 1 of prompt row 0, which continues after 10 tokens"
-    ):
+    message = (
+        "table has no slot in column 1 of prefill row 0, which continues after 10 tokens; the tokens in its ring are "
+        "folded into the state in that slot"
+    )
+    with pytest.raises(ValueError, match=f"^{message}$"):
         cache.step(table, [1], n, [8])
     table[0, 1] = 3
     y = cache.step(table, [1], n, [8]).mix(0, inputs.xbc[0, 10:18], inputs.dt[0, 10:18])
@@ -199,7 +201,10 @@ def test_m19_bad_steps_are_refused():
     ):
         with pytest.raises(ValueError, match=message):
             cache.step(table, [1, 2], n, lens, decodes)
-    for computed, message in ((8, "8 in prompt row 0; its request has 0 .* at most 0"), (30, "30 .* at most 6")):
+    for computed, message in (
+        (8, "8 in prefill row 0; its request has 0 tokens in its saved state, and at most 0"),
+        (30, "30 .* at most 6"),
+    ):
         with pytest.raises(ValueError, match=f"computed is {message}"):
             cache.step(table, [1, 2], n + computed, [1, 1])
     step = cache.step(table, [1, 2], n, [1, 1])

@@ -49,7 +49,7 @@ def test_the_example_can_fail(capsys, right, wrong):
 
 def test_a_hit_that_was_not_admitted_is_refused():
     unsaid = example().replace("run.cache.admit([3], [8])", "run.cache.admit([3])")
-    with pytest.raises(ValueError, match="computed is 8 in prompt row 0; its request has 0 tokens"):
+    with pytest.raises(ValueError, match="computed is 8 in prefill row 0; its request has 0 tokens"):
         exec(unsaid, {})
 
 

@@ -145,16 +145,16 @@ class FoldCache:
         if impossible.any():
             row = int(impossible.int().argmax())
             raise ValueError(
-                f"computed is {int(computed[row])} in prompt row {row}; its request has {int(carried.base[row])} "
-                f"tokens in the checkpoint, and at most {int(most[row])} can be in its ring: see `admit`"
+                f"computed is {int(computed[row])} in prefill row {row}; its request has {int(carried.base[row])} "
+                f"tokens in its saved state, and at most {int(most[row])} can be in its ring: see `admit`"
             )
         without_slot = filled & (plan.fold_slot == 0)
         if without_slot.any():
             row = int(without_slot.int().argmax())
             n = int(computed[row])
             raise ValueError(
-                f"table has no page in column {n // size} of prompt row {row}, which continues after {n} tokens; the "
-                f"tokens in its ring are folded into that page"
+                f"table has no slot in column {n // size} of prefill row {row}, which continues after {n} tokens; the "
+                f"tokens in its ring are folded into the state in that slot"
             )
         fold = FoldPlan(plan.fold_slot * filled, plan.ring_len, plan.conv_offset, computed, carried.accepted)
         self.fold(fold, plan, rows)
