@@ -328,7 +328,7 @@ class ModelSpec:
         return [(f"layers.{i}.", layer)]
 
     def with_branches(self, change: Callable[[str, SingleLayer], SingleLayer]) -> Self:
-        """Return the spec with `change(prefix, branch)` in place of each branch. prefix: as `layers.3.`, see `prefixed`."""
+        """Return the spec with `change(prefix, branch)` in place of each branch. For prefixes see `prefixed`."""
         layers: list[Layer] = []
         for i, layer in enumerate(self.layers):
             parts = tuple(change(prefix, part) for prefix, part in self.prefixed(i))
