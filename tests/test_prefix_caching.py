@@ -314,6 +314,25 @@ def test_what_went_wrong_is_not_shared(make: Callable[..., LLM], chunk: int) -> 
     assert ids(llm.generate([whole, prefix], GREEDY)) == clean
 
 
+def test_what_went_wrong_is_not_shared_after_a_preemption(make: Callable[..., LLM]) -> None:
+    """A request may lose its table row before the host knows that it computed NaN."""
+    llm = make(async_scheduling=True, max_num_batched_tokens=16)
+    embedding, scheduler = llm.engine.model.embedding, llm.engine.scheduler
+    (bad,) = prompts(50, seed=5)
+    spoiled, kept = bad["prompt_token_ids"][0], embedding[bad["prompt_token_ids"][0]].clone()
+    embedding[spoiled] = torch.nan
+    llm.add_request(bad, GREEDY)
+    while not scheduler.running or not scheduler._decodes(scheduler.running[0]):
+        llm.step()  # the last part of the prompt is launched, and not collected
+    scheduler.preempt(scheduler.running[0])
+    (output,) = llm.step()
+    assert output.outputs[0].finish_reason == "error"
+    embedding[spoiled] = kept
+    (output,) = llm.generate([bad], GREEDY)
+    assert (output.outputs[0].finish_reason, output.num_cached_tokens) == ("length", 0)
+    assert ids([output]) == ids(make(enable_prefix_caching=False).generate([bad], GREEDY))
+
+
 def test_what_went_wrong_under_drafts_is_not_shared(make_llm: Callable[..., LLM]) -> None:
     """The draft's blocks depend on the token after them, which a request that ended in NaN never sampled."""
     llm = make_llm(enable_prefix_caching=True, mamba_block_size=16, draft="auto")

@@ -157,23 +157,23 @@ class PrefixCache:
             self._states.commit(rows, before_R, after_R, table.prefill_len[rows], key)
 
     def forget(self, request: Request) -> None:
-        """Remove all blocks and states of a running request from the prefix cache, because it computed NaN.
-        All are removed, because the step that wrote the invalid values is not known.
+        """Remove all blocks and states of a live request from the prefix cache, because it computed NaN.
+        All are removed, because the step that wrote the invalid values is not known. The request may have lost its
+        table row.
         """
-        row, keys = request.row, self._keys(request)
-        settled, ids = int(self._table.num_committed[row]), self._table.token_ids[row]
+        row, keys, ids = request.row, self._keys(request), np.array(request.token_ids, np.int32)
         blocks: list[bytes] = []
         pages: list[bytes] = []
-        if self._blocks is not None:
-            for block in self._table.block_table[row, : self._table.num_blocks[row]].tolist():
-                self._blocks.forget(block)
-            known = min(settled, int(self._table.num_known[row]) - self.num_lookahead_tokens)
-            blocks = self.block_keys(keys, ids, 0, max(known, 0) // self.block_size)
+        if (pool := self._blocks) is not None:
+            blocks = self.block_keys(keys, ids, 0, max(len(ids) - self.num_lookahead_tokens, 0) // self.block_size)
+            held = self._table.block_table[row, : self._table.num_blocks[row]].tolist() if row >= 0 else []
+            for block in (*held, *filter(None, map(pool.find, blocks))):
+                pool.forget(block)
         if self._states is not None:
-            size, pool = self._states.block_size, self._states.pool
-            pages = [keys.of(ids, num_tokens) for num_tokens in range(size, settled + 1, size)]
-            for page in filter(None, map(pool.find, pages)):
-                pool.forget(page)
+            size, states = self._states.block_size, self._states.pool
+            pages = [keys.of(ids, num_tokens) for num_tokens in range(size, len(ids) + 1, size)]
+            for page in filter(None, map(states.find, pages)):
+                states.forget(page)
         if self.offload_tiers is not None:
             self.offload_tiers.forget(blocks, pages)
 
