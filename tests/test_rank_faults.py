@@ -214,6 +214,24 @@ def test_a_request_that_cannot_be_sent_is_refused_and_the_others_go_on(llm: LLM)
     assert reports[-1].outputs[0].token_ids == wanted
 
 
+def test_a_request_that_cannot_be_sent_ends_no_async_engine(settings: dict[str, Any]) -> None:
+    class Local(SamplingParams):
+        """A local class, which other processes cannot import."""
+
+    async def main() -> None:
+        llm = AsyncLLM(**settings)
+        other = llm.generate(PROMPT, SHORT)
+        await anext(other)
+        with pytest.raises(ValueError, match="request_id is 'lost'; it and its params must be what pickle can send"):
+            await anext(llm.generate(PROMPT, Local(max_tokens=2), request_id="lost"))
+        *_, output = [output async for output in other]
+        assert output.outputs[0].finish_reason == "length"
+        assert llm.num_unfinished == 0
+        await llm.close()
+
+    asyncio.run(main())
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -9,11 +9,12 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from bateleur.runner import LLM, AsyncLLM, RequestOutput, SamplingParams
+from bateleur.runner import LLM, AsyncLLM, LoRARequest, RequestOutput, SamplingParams
 from bateleur.runner.errors import EngineDead, QueueFull
 from in_fork import raised_in_fork
 
@@ -161,6 +162,30 @@ def test_a_step_that_raises_changes_no_token(engine: AsyncLLM, caplog: pytest.Lo
     assert caplog.text.count("a step failed; its requests are computed again: OSError: a cable is loose") == 3
 
 
+def test_a_request_that_ended_in_a_step_that_raised_may_be_aborted(engine: AsyncLLM) -> None:
+    registry = engine.llm.engine.registry
+    original, left = registry.report, ["ended"]
+
+    def report(request: Any) -> None:
+        if request.finish_reason is not None and request.request_id in left:
+            left.clear()
+            engine._thread.abort(["ended"])
+            raise OSError("a cable is loose")
+        original(request)
+
+    async def both() -> list[RequestOutput]:
+        other = asyncio.ensure_future(last(engine, "x"))
+        outputs = [output async for output in engine.generate("x", GREEDY, request_id="ended")]
+        return [outputs[-1], await other]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(registry, "report", report)
+        ended, other = asyncio.run(both())
+    assert not left
+    assert ended.outputs[0].finish_reason == "length"
+    assert ended.outputs[0].token_ids == other.outputs[0].token_ids
+
+
 def test_an_idle_engine_takes_no_time_of_a_processor(engine: AsyncLLM) -> None:
     asyncio.run(last(engine, "x"))
     asyncio.run(idle(engine))
@@ -203,6 +228,21 @@ def test_a_dead_engine_tells_everybody(caplog: pytest.LogCaptureFixture) -> None
     asyncio.run(die())
     assert caplog.text.count("a step failed") == 2
     assert "the engine has died" in caplog.text
+
+
+def test_an_engine_that_dies_while_it_loads_an_adapter_tells_its_caller(tmp_path: Path) -> None:
+    llm = AsyncLLM(device="cpu", max_model_len=128, max_num_seqs=2, enable_lora=True)
+
+    def broken(*requests: Any) -> None:
+        raise OSError("the device is gone")
+
+    async def ask() -> None:
+        await llm.inspect(lambda inner: setattr(inner, "add_prepared", broken))
+        with pytest.raises(EngineDead, match="the engine died of OSError: the device is gone"):
+            await asyncio.wait_for(llm.submit(["x"], lora_request=LoRARequest("a", 1, str(tmp_path))), 10)
+        await llm.close()
+
+    asyncio.run(ask())
 
 
 def test_close_drains_or_aborts_and_leaves_no_thread() -> None:

@@ -126,10 +126,10 @@ class AsyncLLM:
             self._thread.release(names)
             raise
         reader = OutputReader(requests)
-        queued = self._thread.add(requests, reader)
+        self._thread.add(requests, reader)
         if lora_request is not None:  # which is loaded now
             try:
-                await asyncio.wrap_future(queued)
+                await asyncio.wrap_future(reader.queued)
             except asyncio.CancelledError:
                 self.abort_unfinished(reader)
                 raise

@@ -4,7 +4,8 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
 from functools import partial
 from itertools import count
 from threading import Event, Lock, Thread, current_thread
@@ -74,6 +75,8 @@ class OutputReader:
         self.loop = asyncio.get_running_loop()
         self.unfinished = {request.request_id for request in requests}
         """Ids of requests whose last output was not read yet."""
+        self.queued = Future[None]()
+        """Ends when the requests are queued, or with the error for which they can't be."""
         self._lock = Lock()
         self._arrived: dict[str, RequestOutput] = {}
         self._error: Exception | None = None
@@ -90,6 +93,8 @@ class OutputReader:
 
     def fail(self, error: Exception) -> bool:
         """End with an error (engine thread). Returns whether `wake` must be scheduled in the reader's event loop."""
+        with suppress(InvalidStateError):  # they were queued, or the caller has gone
+            self.queued.set_exception(error)
         with self._lock:
             self._error = error
             return self._needs_wake()
@@ -104,7 +109,7 @@ class OutputReader:
 
     async def read(self) -> list[RequestOutput]:
         """Return the outputs since the last call, at least one; [] if all requests have ended.
-        Raises EngineDead if the engine has ended.
+        Raises EngineDead if the engine has ended, and the ValueError of requests that can't be queued.
         """
         if not self.unfinished:
             return []
@@ -162,19 +167,12 @@ class EngineThread(Thread):
                 self.join()
             raise
 
-    def add(self, requests: list[RequestGroup], reader: OutputReader) -> Future[None]:
+    def add(self, requests: list[RequestGroup], reader: OutputReader) -> None:
         """Run these requests and report to this reader. No other request may have their ids.
-        The future ends when the requests are queued, or with the ValueError of a LoRA adapter that can't be loaded.
-        If the engine has ended, the future ends without error, and `OutputReader.read` raises EngineDead.
+        Then `reader.queued` ends.
         """
-        names, queued = tuple(reader.unfinished), Future[None]()
-
-        def refuse(dead: EngineDead) -> None:
-            self._refuse(names, reader, dead)
-            _settle(queued, lambda: None)
-
-        self._post(partial(self._add, requests, names, reader, queued), refuse)
-        return queued
+        names = tuple(reader.unfinished)
+        self._post(partial(self._add, requests, names, reader), partial(self._refuse, names, reader))
 
     def release(self, names: Iterable[str]) -> None:
         """Free the request ids `names` for other requests, because their own requests will not be added."""
@@ -288,26 +286,26 @@ class EngineThread(Thread):
             if not _wake_all(loop, readers):
                 self.abort(name for name, reader in self._readers.items() if reader.loop is loop)
 
-    def _add(
-        self, requests: list[RequestGroup], names: tuple[str, ...], reader: OutputReader, queued: Future[None]
-    ) -> None:
+    def _add(self, requests: list[RequestGroup], names: tuple[str, ...], reader: OutputReader) -> None:
         self._readers |= dict.fromkeys(names, reader)
-        running = queued.set_running_or_notify_cancel()
         try:
             self.llm.add_prepared(*requests)
-        except ValueError as error:
-            if all(request.lora_request is None for request in requests):
-                raise
+        except ValueError as error:  # an adapter, or parameters that can't be sent to other ranks
             for name in names:
                 self._forget(name)
-            if running:
-                queued.set_exception(error)
-        else:
-            if running:
-                queued.set_result(None)
+            if reader.fail(error):
+                _wake_all(reader.loop, [reader])
+            return
+        with suppress(InvalidStateError):  # the caller has gone, or another rank has failed
+            reader.queued.set_result(None)
 
     def _abort(self, names: tuple[str, ...]) -> None:
-        self._deliver([self.llm.abort(name) for name in names if name in self._readers])
+        outputs = []
+        for name in names:
+            if name in self._readers:
+                with suppress(ValueError):  # it ended in a step that raised; the next one returns its output
+                    outputs.append(self.llm.abort(name))
+        self._deliver(outputs)
 
     def _forget(self, name: str) -> None:
         del self._readers[name]
