@@ -16,6 +16,7 @@ import pytest
 
 import bateleur.runner
 from bateleur.runner import LLM, CompletionOutput, RequestOutput, RequestOutputKind, SamplingParams
+from bateleur.runner.engine.messages import AddRequests, Message
 from bateleur.runner.engine_thread import AdmissionLimit
 from bateleur.runner.utils import progress
 
@@ -274,7 +275,16 @@ def test_a_step_interrupted_at_every_place(make: Callable[[str], LLM], everywher
 
 # --- other calls --------------------------------------------------------------------------------------------------
 
-OUTER = ("llm.py", "ledger.py", "turn.py", "input_processor.py", "request.py", "scheduler.py", "block_pool.py")
+OUTER = (
+    "llm.py",
+    "request_registry.py",
+    "exclusive_access.py",
+    "input_processor.py",
+    "request.py",
+    "request_group.py",
+    "scheduler.py",
+    "block_pool.py",
+)
 
 
 def interrupted(call: Callable[[], Any], check: Callable[[], None]) -> Any:
@@ -328,6 +338,24 @@ def test_an_interrupt_in_the_bar_ends_the_requests_at_once(llm: LLM, monkeypatch
     with ThreadPoolExecutor(1) as other:
         assert other.submit(lock.acquire, blocking=False).result()
         other.submit(lock.release).result()
+
+
+def test_an_interrupt_that_is_delayed_until_the_requests_are_queued_ends_them(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With several ranks, Ctrl-C is raised when a message was applied."""
+
+    @contextmanager
+    def send(message: Message) -> Iterator[None]:
+        yield
+        if isinstance(message, AddRequests):
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(llm.engine.registry, "send", send)
+    for call in (lambda: llm.generate(PROMPTS, PARAMS), lambda: list(llm.stream(PROMPTS, PARAMS))):
+        with pytest.raises(KeyboardInterrupt):
+            call()
+        assert_idle(llm)
 
 
 def test_an_interrupted_stream_leaves_nothing(llm: LLM) -> None:

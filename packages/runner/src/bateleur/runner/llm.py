@@ -204,9 +204,13 @@ class LLM:
         registry = self._registry
         ids = {request.request_id for request in requests}
         pending = set(ids)
-        registry.add(*requests)
-        registry.fetched_by_caller |= ids
         try:
+            try:
+                registry.add(*requests)
+            except ValueError:
+                pending = set()  # none was queued
+                raise
+            registry.fetched_by_caller |= ids
             while pending:
                 output = registry.take(pending)
                 if output is not None:

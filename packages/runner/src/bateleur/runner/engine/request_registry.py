@@ -1,5 +1,6 @@
 """The live requests of an engine, their undelivered outputs, and recovery after an interrupted step."""
 
+from collections import ChainMap
 from collections.abc import Callable, Container, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
@@ -76,8 +77,10 @@ class RequestRegistry:
             for group in groups:
                 for request in group.members:
                     self._scheduler.add(request)
-            self.requests |= {group.request_id: group for group in groups}
-            self._give_slots()
+            added = {group.request_id: group for group in groups}
+            self._give_slots(added)
+            # No call from here on: the requests are added.
+            self.requests |= added
         self.consistent = True
         return refused
 
@@ -95,13 +98,14 @@ class RequestRegistry:
                 request.adapter_slot, request.prefix.root = -1, digest
         return None
 
-    def _give_slots(self) -> None:
-        """Let requests run whose LoRA adapter now has a slot on the device."""
+    def _give_slots(self, added: dict[str, RequestGroup] | None = None) -> None:
+        """Let requests run whose LoRA adapter now has a slot on the device. added: those not in `requests` yet."""
         if not self._scheduler.waiting_for_slot:
             return
         assert self._adapters is not None
         in_order = sorted(self._scheduler.waiting_for_slot, key=service_order)
-        groups = list(dict.fromkeys(self.requests[each.request_id] for each in in_order))
+        live = ChainMap(self.requests, added or {})
+        groups = list(dict.fromkeys(live[each.request_id] for each in in_order))
         names = [group.lora_request.lora_name for group in groups if group.lora_request is not None]
         for group, slot in zip(groups, self._adapters.assign(names), strict=True):
             for request in group.members if slot else ():
