@@ -5,6 +5,7 @@ import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from inspect import CO_GENERATOR
 from io import StringIO
@@ -384,6 +385,20 @@ def test_interrupted_generators_leave_names_for_later_requests(llm: LLM) -> None
                 names.add(make())
         assert interrupter.seen
         assert len(names) > 9
+
+
+def test_text_that_is_held_back_survives_an_interrupted_end(llm: LLM) -> None:
+    params: dict[str, Any] = {"max_tokens": 9, "temperature": 0, "ignore_eos": True}
+    text = llm.generate(PROMPTS[1], SamplingParams(**params))[0].outputs[0].text
+    held = SamplingParams(**params, stop=[text[-2:] + "and more"])
+    interrupter, times = Interrupter(("detokenizer.py", "output_processor.py", "request_registry.py")), 0
+    for kind in RequestOutputKind:
+        name = llm.add_request(PROMPTS[1], replace(held, output_kind=kind), stream=True)
+        outputs, interrupts = finish(llm, interrupter)
+        assert outputs[name].outputs[0].text == text
+        times += interrupts
+    assert times > 9
+    assert_idle(llm)
 
 
 def test_an_interrupted_add_adds_nothing(llm: LLM) -> None:

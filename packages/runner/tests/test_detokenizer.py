@@ -1,5 +1,7 @@
 """Incremental detokenization: no broken characters, exact stops, and the same text as decoding at once."""
 
+from io import StringIO
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -175,6 +177,23 @@ def test_finish_shows_what_was_withheld() -> None:
     detokenizer = IncrementalDetokenizer(Bytes(), stop=("abcd",))
     assert run(detokenizer, list(b"xabc")) == ["x", "", "", "", "abc"]
     assert detokenizer.finish() == detokenizer.push(97) == ""
+
+
+def test_an_interrupt_while_text_is_read_moves_no_later_text() -> None:
+    class Interrupted(StringIO):
+        def read(self, size: int | None = -1) -> str:
+            raise KeyboardInterrupt
+
+    detokenizer = IncrementalDetokenizer(Bytes(), tags={ord("b"): "b"})
+    detokenizer._text = Interrupted()
+    detokenizer.push(ord("a"))
+    with pytest.raises(KeyboardInterrupt):
+        detokenizer.text_from(0)
+    detokenizer.push(ord("b"))
+    assert detokenizer.text == "ab"
+    with pytest.raises(KeyboardInterrupt):
+        detokenizer.text_from(0)
+    assert detokenizer.tags_from(0) == [(1, 2, ord("b"))]
 
 
 def test_early_stop_strings_are_text_until_min_tokens() -> None:

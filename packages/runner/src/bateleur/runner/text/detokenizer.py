@@ -1,7 +1,7 @@
 """Incremental detokenization. It holds back incomplete characters and the possible start of a stop string."""
 
 from collections.abc import Mapping, Sequence
-from io import StringIO
+from io import SEEK_END, StringIO
 
 from bateleur.runner.outputs import TextTag
 from bateleur.runner.text.stop_strings import stop_strings
@@ -58,7 +58,7 @@ class IncrementalDetokenizer:
         self._shown = self._decode(self._window)  # text of the window when it was last decoded
         self._settled = len(self._shown)  # characters of it that were passed to the stop search
         self._held, self._state = "", 0  # text that may still become a stop string, and the state of the search
-        self._text = StringIO()  # all text returned so far; its position is always the end
+        self._text = StringIO()  # all text returned so far
         self._found: list[TextTag] = []
         self._finished = False
         for token_id in token_ids:
@@ -74,9 +74,14 @@ class IncrementalDetokenizer:
         self._text.seek(first)
         return self._text.read()
 
+    def _length(self) -> int:
+        """Return the length of the text, and continue at its end: an interrupted `text_from` may have left it."""
+        return self._text.seek(0, SEEK_END)
+
     def tags_from(self, first: int) -> list[TextTag]:
         """Return the tags in the text returned so far, in order, without the first `first` tags."""
-        return [tag for tag in self._found[first:] if tag.end <= self._text.tell()]
+        length = self._length()
+        return [tag for tag in self._found[first:] if tag.end <= length]
 
     def push(self, token_id: int) -> str:
         """Process the next token and return the text that is now final; "" after a stop string or `finish`."""
@@ -103,18 +108,29 @@ class IncrementalDetokenizer:
     def _note_tag(self, token_id: int, shown: str, fresh: str) -> None:
         """If the token is in `tags` (reported), record where its text `shown` is: at the end of new text `fresh`."""
         if token_id in self._tags and fresh.endswith(shown):
-            end = self._text.tell() + len(self._held) + len(fresh)
+            end = self._length() + len(self._held) + len(fresh)
             self._found.append(TextTag(end - len(shown), end, token_id))
 
     def finish(self) -> str:
         """Return the text that is held back, without an incomplete character at the end."""
         if self.stopped is not None or self._finished:
             return ""
-        self._finished = True
-        rest = self._release(_complete(self._shown)[self._settled :])
-        if self.stopped is None:
-            rest += self._keep(self._held)
+        fresh, stopped = _complete(self._shown)[self._settled :], None
+        rest = self._held + fresh
+        if self._stop is not None and self._num_tokens >= self._min_tokens:
+            _, count, stopped = self._stop.read(self._state, fresh)
+            if stopped is not None:
+                rest = self._cut(rest, len(self._held) + count, stopped)
+        self._length()
+        write = self._text.write
+        # No call before the last one, so that an interrupt loses no text.
+        self._finished, self.stopped = True, stopped
+        write(rest)
         return rest
+
+    def _cut(self, text: str, end: int, stop: str) -> str:
+        """Return the text before a stop string that ends at character `end`, or up to there with `include_stop`."""
+        return text[: end if self._include_stop else end - len(stop)]
 
     def _decode(self, token_ids: list[int]) -> str:
         return self._tokenizer.decode(token_ids, skip_special_tokens=self._skip)
@@ -158,7 +174,7 @@ class IncrementalDetokenizer:
             if self.stopped is not None:
                 end = len(self._held) + count
                 self._held = ""
-                return self._keep(text[: end if self._include_stop else end - len(self.stopped)])
+                return self._keep(self._cut(text, end, self.stopped))
         else:
             self._state = self._stop.pass_by(self._state, fresh)
         certain = len(text) - self._stop.num_open(self._state)
@@ -166,6 +182,7 @@ class IncrementalDetokenizer:
         return self._keep(text[:certain])
 
     def _keep(self, piece: str) -> str:
+        self._length()
         self._text.write(piece)
         return piece
 
