@@ -117,6 +117,19 @@ def test_laws_that_truncate_end_on_graphs_of_ranks_with_a_part_each(
     assert kinds == {TRUNCATED}
 
 
+def test_all_ranks_forget_prefixes_that_a_verification_overwrote(tiny: Callable[..., Path]) -> None:
+    folder = tiny("nemotron_h", **EVEN["nemotron_h"])
+    sizes: dict[str, Any] = {"max_num_seqs": 3, "max_model_len": 64, "block_size": 4, "rank_timeout": 20}
+    options = ALL_AT_ONCE | {"tensor_parallel_size": 2, "skip_tokenizer_init": True}
+    with LLM(folder, device="cpu", **sizes, **options) as llm:
+        wanted = tokens(llm.generate(prompts()[:2], PARAMS[:2]))
+        assert llm.generate(prompts()[:2], PARAMS[:2])[0].num_cached_tokens > 0
+        assert llm.engine.verify_graphs(fuzz=1).ok
+        again = llm.generate(prompts()[:2], PARAMS[:2])
+    assert again[0].num_cached_tokens == 0
+    assert tokens(again) == wanted
+
+
 def test_grammars_rules_and_steps_ahead_are_those_of_one_process() -> None:
     """With drafts of the shipped head, which the ranks sample together."""
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}

@@ -73,6 +73,7 @@ class Follower:
     def follow(self, message: messages.Message) -> messages.Reply | None:
         """Apply a message of the first rank. Returns the reply if this is a data-parallel rank, else None."""
         registry, outputs = self.engine.registry, list[RequestOutput]()
+        registry.restore()  # as the first rank did before it sent this, for caches that `verify_graphs` overwrote
         match message:
             case messages.RunStep(seconds):
                 self.engine.step(None if self._data_parallel else seconds)
