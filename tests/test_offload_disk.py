@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from bateleur.runner import LLM, RequestOutput, SamplingParams
+from bateleur.runner.errors import EngineDead
 from bateleur.runner.offload.disk_folder import DiskFolder
 from sharing import sharing
 
@@ -275,6 +276,24 @@ def test_a_full_disk_is_counted_and_changes_nothing(
     assert stats.written_bytes == 0
     assert len([each for each in caplog.records if "could not be written" in each.getMessage()]) == 1
     assert not files(tmp_path)
+
+
+def test_an_interrupt_while_the_last_files_are_written_closes_the_engine(
+    engine: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm, calls = engine("attention"), []
+
+    def interrupted(name: str) -> None:
+        calls.append(name)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(llm.engine, "operate", interrupted)
+    with pytest.raises(KeyboardInterrupt), llm:
+        llm.generate(PROMPTS, GREEDY)
+    with pytest.raises(EngineDead, match="it was closed"):
+        llm.generate(PROMPTS, GREEDY)
+    llm.close()
+    assert calls == ["flush_disk"], "a second call does nothing"
 
 
 def test_files_stay_within_their_limit(engine: Callable[..., LLM], tmp_path: Path) -> None:

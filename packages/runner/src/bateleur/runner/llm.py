@@ -95,15 +95,18 @@ class LLM:
             finalize(self, leader.close)
 
     def close(self) -> None:
-        """Write pending prefixes to disk and end the processes of other ranks.
+        """Write pending prefixes to disk and end the processes of other ranks, also if an error ends the writing.
         Later calls raise; a second `close` does nothing.
         """
-        if self._access.holder is None and self.engine.offload.disk is not None:
-            with suppress(EngineDead):  # no rank can write any more
-                self.engine.operate("flush_disk")
-        if self._leader is not None:
-            self._leader.close()
-        self._access.closed = True
+        access = self._access
+        try:
+            if access.holder is None and not access.closed and self.engine.offload.disk is not None:
+                with suppress(EngineDead):  # no rank can write any more
+                    self.engine.operate("flush_disk")
+        finally:
+            if self._leader is not None:
+                self._leader.close()
+            access.closed = True
 
     def on_fault(self, callback: Callable[[EngineDead], None]) -> None:
         """Set a callback that runs in its own thread, at most once, when another rank fails or this rank hangs."""
