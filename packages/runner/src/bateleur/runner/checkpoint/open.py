@@ -91,7 +91,7 @@ def open_checkpoint(
     stored = with_prefix(list_tensors(path, family.other_prefixes), named)
     spec, scales = read_kv_scales(spec, named, stored)
     with errors_in(path):
-        found = with_quantized(stored, reader, family.other_prefixes)
+        found = with_quantized(stored, reader, family.other_prefixes, named)
     known = {name: entry for name, entry in found.items() if name not in scales and not UNUSED.fullmatch(name)}
     laid_out = cut_evenly(resolve_layout(named, known), known)
     tensors = {name: entry for name, entry in known.items() if entry.named or name in laid_out}

@@ -2,7 +2,7 @@
 
 import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -43,12 +43,16 @@ class QuantizedEntry(TensorEntry):
 
 
 def with_quantized(
-    tensors: Mapping[str, TensorEntry], reader: QuantizedReader | None, spellings: Sequence[tuple[str, str]]
+    tensors: Mapping[str, TensorEntry],
+    reader: QuantizedReader | None,
+    spellings: Sequence[tuple[str, str]],
+    names: Container[str] = (),
 ) -> dict[str, TensorEntry]:
     """Return the tensors, with one entry in place of all tensors (codes, scales, ...) of each quantised module.
 
-    spellings: equivalent name prefixes (in other files, ours). Raises ValueError for an unsupported format, or for
-    tensors that do not fit together.
+    spellings: equivalent name prefixes (in other files, ours). names: names of plain weights; some families have fused
+    experts under `X.weight`, others under `X`. Raises ValueError for an unsupported format, or for tensors that do not
+    fit together.
     """
     if reader is None:
         return dict(tensors)
@@ -58,7 +62,7 @@ def with_quantized(
     for name, module in modules.items():
         check_parts(reader, module)
         parts = [*module.parts.values()]
-        found[name] = QuantizedEntry(
+        found[f"{name}.weight" if f"{name}.weight" in names else name] = QuantizedEntry(
             file=parts[0].file,
             name=module.names[0],
             shape=reader.shape(module),
