@@ -414,6 +414,22 @@ def test_auto_round_stores_zeros_less_one_by_default(folders: Callable[[str, str
         assert torch.equal(found[name], weight), name
 
 
+def test_auto_round_has_modules_of_other_settings(folders: Callable[[str, str], Folders], tmp_path: Path) -> None:
+    """`extra_config` names each module whose settings differ, here one with zero points."""
+    router = "model.layers.1.mlp.shared_expert"  # not the prefix of names
+    extra = {router: {"sym": True}, Q[:-1]: {"sym": False}, "layers[.]1[.]mlp": {"sym": False}}
+    fields = {"sym": True, "extra_config": extra}
+    quantised, plain = folders("qwen", "auto-round")
+    with pytest.warns(UserWarning, match="sym is true, but qzeros"):
+        found = matrices(loaded(edited(quantised, tmp_path / "edited", lambda tensors: None, **fields)))
+    wanted = matrices(loaded(plain))
+    rows = slice(0, 64)  # of the query's 128 rows
+    assert torch.equal(found["layers.2.qkv_proj"][rows], wanted["layers.2.qkv_proj"][rows])
+    for name in ("layers.3.down_proj", "layers.3.shared_down_proj"):
+        assert torch.equal(found[name], wanted[name])
+    assert not torch.equal(found["layers.2.o_proj"], wanted["layers.2.o_proj"])
+
+
 def test_fused_experts_of_three_dimensions(folders: Callable[[str, str], Folders], tmp_path: Path) -> None:
     """Scales with the names of transformers 5, for parameters without `.weight`."""
     quantised, plain = folders("qwen", "float-quantized channels")
@@ -435,6 +451,27 @@ def test_fused_experts_of_three_dimensions(folders: Callable[[str, str], Folders
         assert torch.equal(found[name], weight), name
     kept = loaded(folders_of["quantised"])
     assert kept.matrices["layers.1.up_proj"].quantized is not None  # type: ignore[union-attr]
+
+
+def test_fused_experts_may_be_named_like_matrices(tmp_path: Path, tiny: ModuleType) -> None:
+    """`input_linear.weight` of Granite, (E, N, K), with a scale for each row, as llm-compressor writes it."""
+    family = "granitemoehybrid-experts"
+    plain = tiny.save(tiny.make_model(family, **tiny.EVEN[family]), tmp_path / "plain")
+    quantised, dequantised = quantize.quantise(plain, tmp_path, "float-quantized channels")
+    stored, wanted = (load_file(folder / "model.safetensors") for folder in (quantised, dequantised))
+    fused = [name for name in stored if name.endswith(("_moe.input_linear.weight", "_moe.output_linear.weight"))]
+    for name in fused:
+        each = [quantize.fp8_channel(matrix.float()) for matrix in stored[name]]
+        codes = torch.stack([tensors["weight"].view(torch.uint8) for tensors, _ in each])
+        stored[name] = codes.view(torch.float8_e4m3fn)
+        stored[f"{name}_scale"] = torch.stack([tensors["weight_scale"] for tensors, _ in each])
+        wanted[name] = torch.stack([values for _, values in each])
+    save_file(stored, quantised / "model.safetensors")
+    save_file(wanted, dequantised / "model.safetensors")
+    kept, values = loaded(quantised), matrices(loaded(dequantised))
+    assert sum(each.stored is None for each in kept.matrices.values()) >= len(fused) > 0
+    for name, weight in matrices(kept).items():
+        assert torch.equal(weight, values[name]), name
 
 
 @pytest.mark.parametrize("head", ["plain", "quantised"])

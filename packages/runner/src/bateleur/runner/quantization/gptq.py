@@ -9,7 +9,7 @@ from torch import Tensor
 
 from bateleur.runner.models.quantized import Layout, QuantizedMatrix, Scheme
 from bateleur.runner.quantization.bits import AWQ, group_table, pack_nibbles, signed, unpack_columns
-from bateleur.runner.quantization.matching import contains, each_object, integer, starts_with, strings
+from bateleur.runner.quantization.matching import contains, each_object, integer, occurs, starts_with, strings
 from bateleur.runner.quantization.module import Module, QuantizedReader
 from bateleur.runner.utils.arguments import refuse
 
@@ -43,8 +43,7 @@ class GptqReader(QuantizedReader):
         for each in (fields, *dynamic.values()):
             integer(each, "bits", 4)
             integer(each, "group_size", -1)
-            if each.get("sym") not in (None, True, False):
-                refuse("quantization_config: sym", each["sym"], "true or false")
+            _check_sym(each)
 
     def excludes(self, names: tuple[str, ...]) -> bool:
         """Return whether the configuration leaves a module with one of these names unquantised."""
@@ -113,6 +112,13 @@ class GptqReader(QuantizedReader):
         return None
 
 
+def _check_sym(fields: Mapping[str, Any]) -> None:
+    if fields.get("sym") not in (None, True, False):
+        refuse("quantization_config: sym", fields["sym"], "true or false")
+
+
+_SPECIAL = frozenset("*+?^$()[]{}|\\")
+"""Characters that only patterns have in `extra_config`; other keys are names, and no prefixes of longer ones."""
 _LESS_ONE, _AS_THEY_ARE = "auto_round:auto_gptq", ("auto_round", "auto_round:gptqmodel")
 
 
@@ -125,12 +131,26 @@ class AutoRoundReader(GptqReader):
         if packing not in (_LESS_ONE, *_AS_THEY_ARE):
             raise ValueError(f"quantization_config: packing_format is {packing!r}; its zero points are not known")
         self.less_one = packing == _LESS_ONE
-        extra = each_object(fields, "extra_config")
-        self._plain = [name for name, each in extra.items() if integer(each, "bits", 0) >= 16]
+        self._extra = each_object(fields, "extra_config")
+        for each in self._extra.values():
+            integer(each, "bits", 4)
+            integer(each, "group_size", -1)
+            _check_sym(each)
 
     def excludes(self, names: tuple[str, ...]) -> bool:
         """Return whether the configuration leaves a module with one of these names unquantised."""
-        return any(entry in names or starts_with(entry, names) for entry in self._plain)
+        return integer(self._own(names), "bits", 0) >= 16
+
+    def _said(self, module: Module, name: str) -> Any:
+        """Return a field of the module's entry in `extra_config`, or else of the configuration."""
+        return self._own(module.names).get(name, self.fields.get(name))
+
+    def _own(self, names: tuple[str, ...]) -> Mapping[str, Any]:
+        """Return the entry of `extra_config` that is one of the names, or else the first pattern that occurs in one."""
+        if (exact := next((name for name in names if name in self._extra), None)) is not None:
+            return self._extra[exact]
+        patterns = (name for name in self._extra if _SPECIAL.intersection(name))
+        return next((self._extra[pattern] for pattern in patterns if occurs(pattern, names)), {})
 
 
 class AwqReader(QuantizedReader):

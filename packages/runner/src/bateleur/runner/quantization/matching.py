@@ -53,8 +53,17 @@ def pair(fields: Mapping[str, Any], name: str) -> tuple[int, int] | None:
 
 def starts_with(pattern: str, names: Iterable[str]) -> bool:
     """Return whether a regular expression matches one of the names from its start, as `re.match`."""
+    return any(map(_compiled(pattern).match, names))
+
+
+def occurs(pattern: str, names: Iterable[str]) -> bool:
+    """Return whether a regular expression matches a part of a name, as `re.search`."""
+    return any(map(_compiled(pattern).search, names))
+
+
+def _compiled(pattern: str) -> re.Pattern[str]:
     try:
-        return any(re.match(pattern, name) for name in names)
+        return re.compile(pattern)
     except re.error as error:
         raise ValueError(f"quantization_config: {pattern!r} is no regular expression: {error}") from error
 
