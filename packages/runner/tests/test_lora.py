@@ -18,7 +18,7 @@ from bateleur.metadata.dispatch import load
 from bateleur.runner.checkpoint.families import FAMILIES
 from bateleur.runner.checkpoint.open import load_model, open_checkpoint
 from bateleur.runner.distributed.ranks import ALONE, Ranks
-from bateleur.runner.lora.adapter_file import read_adapter
+from bateleur.runner.lora.adapter_file import WEIGHTS, read_adapter
 from bateleur.runner.lora.adapter_manager import AdapterManager, AdapterPool, LoRARequest
 from bateleur.runner.models import HybridDecoder
 from bateleur.runner.models.operators import FORMS
@@ -138,6 +138,17 @@ def test_tensors_that_do_not_fit_are_listed(tiny_checkpoint: Any, tmp_path: Path
         read(write_adapter(tmp_path / "wide", folder, modules_of(folder)[:1]), folder, max_rank=2)
     with pytest.raises(ValueError, match=r"must hold adapter_config\.json"):
         read(tmp_path, folder)
+
+
+@in_torch
+def test_fused_experts_are_refused(tiny_checkpoint: Any, tmp_path: Path) -> None:
+    """Granite's `input_linear.weight` is one tensor for all experts, with the name of a matrix."""
+    folder, _ = tiny_checkpoint("granitemoehybrid-experts")
+    adapter = write_adapter(tmp_path / "adapter", folder, modules_of(folder)[:1])
+    module = "base_model.model.model.layers.0.block_sparse_moe.input_linear"
+    save_file({f"{module}.lora_{side}.weight": torch.zeros(4, 4) for side in "AB"}, adapter / WEIGHTS)
+    with pytest.raises(ValueError, match=r"input_linear: adapters of embeddings, lm_head, routers and experts are not"):
+        read(adapter, folder)
 
 
 @in_torch

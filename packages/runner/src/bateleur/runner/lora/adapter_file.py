@@ -140,7 +140,7 @@ def _problem(
 ) -> str | None:
     if part is None:
         return "the model has no such module"
-    if part.expert is not None or not is_adaptable(part.target):
+    if part.expert is not None or len(shapes[part.target]) != 2 or not is_adaptable(part.target):
         return "adapters of embeddings, lm_head, routers and experts are not supported"
     if len(pair) < 2:
         return "lora_A and lora_B come in pairs"
