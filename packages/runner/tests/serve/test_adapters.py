@@ -16,6 +16,7 @@ from bateleur.runner.cli import serve
 from bateleur.runner.cli.options import build_parser
 from bateleur.runner.serve.app import build_app
 from bateleur.runner.serve.config import ServeConfig
+from bateleur.runner.serve.service import Service
 
 BODY = {"prompt": "def f(", "max_tokens": 8, "temperature": 0, "ignore_eos": True}
 
@@ -101,6 +102,36 @@ async def while_one_runs(llm: AsyncLLM, folders: dict[str, str], client: Any) ->
     assert (await waits).status_code == 200
     while llm.num_unfinished:
         await asyncio.sleep(0.01)
+
+
+def test_a_name_is_taken_while_its_adapter_is_loaded(
+    llm: AsyncLLM, folders: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A second load of the name is refused, and does not replace the first adapter, whenever it arrives."""
+    service, loaded = Service(llm, ServeConfig(served_model_name=["base"])), asyncio.Event()
+    add = llm.add_lora
+
+    async def slowly(adapter: LoRARequest) -> None:
+        await add(adapter)
+        loaded.set()
+        await asyncio.sleep(0.1)
+
+    async def second() -> None:
+        await loaded.wait()
+        await service.load_adapter("new", folders["two"])
+
+    async def both() -> list[Any]:
+        first = service.load_adapter("new", folders["one"])
+        results = await asyncio.gather(first, second(), return_exceptions=True)
+        held = await llm.list_loras()
+        await service.unload_adapter("new")
+        return [*results, held["new"]]
+
+    monkeypatch.setattr(llm, "add_lora", slowly)
+    none, refusal, folder = asyncio.run(both())
+    assert none is None
+    assert "unload the other adapter first" in str(refusal)
+    assert folder == Path(folders["one"])
 
 
 @pytest.mark.parametrize(

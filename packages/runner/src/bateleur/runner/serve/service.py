@@ -40,6 +40,8 @@ class Service:
         self.names = served_names(None if model is None else Path(model), config.served_model_name)
         """Names of the model; replies have the first."""
         self.adapters: dict[str, LoRARequest] = {}
+        self._adapters_change = asyncio.Lock()
+        """Held while an adapter is loaded or unloaded, so that a name is not taken twice."""
         for name, path in config.lora_modules:
             self._check_name(name)
             self.adapters[name] = LoRARequest(name, lora_path=path)
@@ -77,21 +79,23 @@ class Service:
 
     async def load_adapter(self, name: str, path: str) -> None:
         """Load a LoRA adapter from a folder, and serve it. Raises ValueError as `LLM.add_lora`, or for a used name."""
-        self._check_name(name)
-        adapter = LoRARequest(name, lora_path=path)
-        if name in await self.llm.list_loras():  # loaded again by a request that was queued before the unload
-            await self.llm.remove_lora(name)
-        await self.llm.add_lora(adapter)
-        self.adapters[name] = adapter
+        async with self._adapters_change:
+            self._check_name(name)
+            adapter = LoRARequest(name, lora_path=path)
+            if name in await self.llm.list_loras():  # loaded again by a request that was queued before the unload
+                await self.llm.remove_lora(name)
+            await self.llm.add_lora(adapter)
+            self.adapters[name] = adapter
 
     async def unload_adapter(self, name: str) -> None:
         """Unload a LoRA adapter. Raises HTTPException for an unknown name, and ValueError if it is in use."""
-        if name not in self.adapters:
-            message = f"the adapter {shown(name)} does not exist"
-            raise http_error(404, message, param="lora_name", code="model_not_found")
-        if name in await self.llm.list_loras():
-            await self.llm.remove_lora(name)
-        self.adapters.pop(name, None)
+        async with self._adapters_change:
+            if name not in self.adapters:
+                message = f"the adapter {shown(name)} does not exist"
+                raise http_error(404, message, param="lora_name", code="model_not_found")
+            if name in await self.llm.list_loras():
+                await self.llm.remove_lora(name)
+            del self.adapters[name]
 
     @cached_property
     def decode(self) -> TokenText:
