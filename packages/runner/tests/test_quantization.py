@@ -453,6 +453,20 @@ def test_fused_experts_of_three_dimensions(folders: Callable[[str, str], Folders
     assert kept.matrices["layers.1.up_proj"].quantized is not None  # type: ignore[union-attr]
 
 
+@pytest.mark.parametrize("kind", ["fp8 blocks", "float-quantized channels"])
+def test_multipliers_are_folded_before_the_only_rounding(tmp_path: Path, tiny: ModuleType, kind: str) -> None:
+    """Falcon-H1 in bfloat16: kept or dequantised, a weight is the same."""
+    plain = tiny.save(tiny.make_model("falcon_h1", **tiny.EVEN["falcon_h1"]), tmp_path / "plain")
+    quantised, _ = quantize.quantise(plain, tmp_path, kind)
+    for ranks in ({}, {"ranks": Ranks(1, 2, "none")}):
+        kept, exact = (loaded(quantised, dtype, **ranks) for dtype in (torch.bfloat16, torch.float32))
+        wanted, rounded = matrices(kept), matrices(exact)
+        for name, weight in matrices(loaded(quantised, torch.bfloat16, dequantize=True, **ranks)).items():
+            assert torch.equal(weight, wanted[name]), name
+            if name in kept.matrices:
+                assert torch.equal(weight, rounded[name].to(weight.dtype)), name
+
+
 def test_fused_experts_may_be_named_like_matrices(tmp_path: Path, tiny: ModuleType) -> None:
     """`input_linear.weight` of Granite, (E, N, K), with a scale for each row, as llm-compressor writes it."""
     family = "granitemoehybrid-experts"

@@ -41,6 +41,10 @@ class QuantizedEntry(TensorEntry):
         """Return a dequantised copy of the weight in float32."""
         return self.matrix().dequantize()
 
+    def multiplied(self, factors: Tensor) -> Tensor:
+        """Return a copy in float32 with row n multiplied by factors[n], with the bits of `QuantizedMatrix.scaled`."""
+        return self.matrix().scaled(factors).dequantize()
+
 
 def with_quantized(
     tensors: Mapping[str, TensorEntry],

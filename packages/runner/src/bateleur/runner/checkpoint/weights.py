@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from bateleur.runner.checkpoint.names import Names, StorageForm, WeightPart, embedding_name
-from bateleur.runner.checkpoint.quantized import Matrices, fill_quantized
+from bateleur.runner.checkpoint.quantized import Matrices, QuantizedEntry, fill_quantized
 from bateleur.runner.models.sharding import Cut, WeightShard
 from bateleur.runner.models.spec import ModelSpec
 from bateleur.runner.utils.tensor_files import DTYPES, TensorEntry
@@ -109,12 +109,15 @@ def _fill(weight: Tensor, part: WeightPart, entry: TensorEntry, cut: Cut) -> Non
         if not first <= part.expert < end:
             return
         shift, target = 1, weight[part.expert - first]
-    stored = entry.mapped()
+    factors = part.row_factors(entry.shape[0]) if part.factors else None
+    if isinstance(entry, QuantizedEntry) and factors is not None:  # in float32, before it is rounded
+        stored, factors = entry.multiplied(factors), None
+    else:
+        stored = entry.mapped()
     stored = stored.transpose(-1, -2) if part.transposed else stored
     columns = {axis - shift: ranges for axis, ranges in cut.items() if axis > shift}
     if not columns:
         stored = stored.reshape(-1, *target.shape[1:])
-    factors = part.row_factors(len(stored)) if part.factors else None
     order = part.row_order(stored.shape[part.axis])
     if order is not None and part.axis:
         columns.setdefault(part.axis, ((0, stored.shape[part.axis]),))

@@ -28,7 +28,7 @@ class TensorEntry:
     name: name in the file, before `renamed` changes its prefix. dtype: name in safetensors: `F32`, `BF16`, ... start:
     offset in the file in bytes. named: False if the index of the shards does not list the tensor, which is then read
     only if the model needs it. quantized: whether `mapped` computes the values from codes and scales. The loader rounds
-    such values to the dtype of the model before any other conversion.
+    such values to the dtype of the model before any other conversion, except for factors on rows.
     """
 
     file: Path
