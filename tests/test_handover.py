@@ -1,5 +1,7 @@
 """A prefix imported from another engine gives the tokens of this one, or is refused with the reason."""
 
+import json
+import os
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -8,6 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+import quantize
+from tiny import EVEN, edit_config
 
 from bateleur.runner import LLM, SamplingParams
 from bateleur.runner.errors import PrefixRefused
@@ -137,6 +141,36 @@ def test_other_weights_refuse_it_whatever_their_file_is_called(
         LLM(folder, **options).import_prefix(tmp_path / "it")
     with pytest.raises(ValueError, match="its files have changed since the model was loaded"):
         stale.import_prefix(tmp_path / "it")
+
+
+def test_weights_that_are_read_in_another_way_refuse_it(tiny: Callable[..., Path], tmp_path: Path) -> None:
+    """Multipliers of Falcon-H1 are folded into weights; formats of GPTQ may lie in a file beside config.json."""
+    options: dict[str, Any] = {"device": "cpu", "skip_tokenizer_init": True, "enable_prefix_caching": True}
+    sizes = {"max_model_len": 96, "max_num_seqs": 2, "block_size": 4, "mamba_block_size": 8}
+    (tmp_path / "gptq").mkdir()
+    gptq, _ = quantize.quantise(tiny("mamba2", **EVEN["mamba2"]), tmp_path / "gptq", "gptq with zeros")
+    fields = json.loads((gptq / "config.json").read_text()).pop("quantization_config")
+    edit_config(gptq, quantization_config=None)
+    (gptq / "quantize_config.json").write_text(json.dumps(fields))
+    other = Path(shutil.copytree(gptq, tmp_path / "other", copy_function=os.link))
+    (other / "quantize_config.json").unlink()
+    (other / "quantize_config.json").write_text(json.dumps(fields | {"checkpoint_format": "gptq_v2"}))
+    falcon = tiny("falcon_h1", **EVEN["falcon_h1"])
+    cases: tuple[tuple[Path, Path, dict[str, Any], str], ...] = (
+        (falcon, falcon, {"hf_overrides": {"ssm_in_multiplier": 0.25}}, "hf_overrides"),
+        (gptq, other, {}, "weights"),
+        (gptq, gptq, {"quantization": "dequantize"}, "quantization"),
+    )
+    for i, (folder, theirs, changes, name) in enumerate(cases):
+        with LLM(folder, **options, **sizes) as ours:
+            said, _ = say(ours, TOKENS)
+            assert ours.export_prefix(TOKENS, tmp_path / f"{i}") == 40
+        with LLM(folder, **options, **sizes) as same:
+            assert same.import_prefix(tmp_path / f"{i}") == 40
+        with LLM(theirs, **options, **sizes, **changes) as another:
+            assert say(another, TOKENS)[0] != said or name == "quantization"
+            with pytest.raises(PrefixRefused, match=f"its {name} is"):
+                another.import_prefix(tmp_path / f"{i}")
 
 
 def test_a_file_of_other_tokens_is_refused(engine: Callable[..., LLM], tmp_path: Path) -> None:

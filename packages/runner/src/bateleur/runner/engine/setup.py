@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from hashlib import blake2b
 from pathlib import Path
 
 import torch
@@ -20,7 +22,14 @@ from bateleur.runner.cache.costs import CacheOptions, DraftCosts, workspace_byte
 from bateleur.runner.cache.plan import CachePlan, plan_caches
 from bateleur.runner.checkpoint.open import Checkpoint, load_model, open_checkpoint, resolve_dtype
 from bateleur.runner.checkpoint.tokenizer import load_tokenizer, with_end_tokens
-from bateleur.runner.config.engine_config import NGRAM, CacheConfig, EngineConfig, ModelConfig, SpeculativeConfig
+from bateleur.runner.config.engine_config import (
+    DEQUANTIZE,
+    NGRAM,
+    CacheConfig,
+    EngineConfig,
+    ModelConfig,
+    SpeculativeConfig,
+)
 from bateleur.runner.config.graph_options import GraphOptions
 from bateleur.runner.config.limits import EngineLimits
 from bateleur.runner.config.resolve import choose_backend, choose_scan, warn_of_missing_scales
@@ -50,7 +59,7 @@ class EngineSetup:
     policy: chooses the number of drafts. rule: acceptance rule. prompt_scan: kernel that runs recurrent layers over
     prompts. host: sizes of the host-memory tier; None without offloading. disk: folder of the disk tier and its size
     limit in bytes, None for the default; None without a disk tier. adapters: LoRA adapters on the device; None without
-    `enable_lora`.
+    `enable_lora`. reading: options, by name, that change weights although the files are the same.
     """
 
     folder: Path
@@ -64,6 +73,7 @@ class EngineSetup:
     drafter: Drafter | DraftHead | None
     policy: DraftPolicy
     rule: Rule
+    reading: Mapping[str, str]
     async_scheduling: bool = False
     prompt_scan: PromptScan = PromptScan.OWN
     host: HostSizes | None = None
@@ -123,6 +133,7 @@ class EngineSetup:
             async_scheduling=ahead,
             prompt_scan=scan,
             adapters=adapters,
+            reading=_reading(checkpoint),
         )
         return _CacheSizes(made, config, network, caches, drafter, ranks, data).sized(limits, graphs, measure)
 
@@ -139,6 +150,15 @@ def _open(config: ModelConfig) -> tuple[Checkpoint, Tokenizer]:
         return checkpoint, NoTokenizer()
     tokenizer = load_tokenizer(checkpoint, config.tokenizer)
     return with_end_tokens(checkpoint, tokenizer), tokenizer
+
+
+def _reading(checkpoint: Checkpoint) -> dict[str, str]:
+    """Return `EngineSetup.reading`; fields of `hf_overrides` as a digest, because they may be long."""
+    overrides = json.dumps(checkpoint.overrides, sort_keys=True, default=str).encode()
+    return {
+        "hf_overrides": blake2b(overrides, digest_size=8).hexdigest() if checkpoint.overrides else "none",
+        "quantization": DEQUANTIZE if checkpoint.dequantize else "of the files",
+    }
 
 
 @dataclass(frozen=True, slots=True)

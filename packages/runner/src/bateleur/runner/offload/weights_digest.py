@@ -11,6 +11,7 @@ from typing import Self
 
 from bateleur.runner.errors import PrefixRefused
 from bateleur.runner.offload.whole_file import opened_file, write_whole
+from bateleur.runner.quantization.config import CONFIGURATIONS
 
 _MAX_CACHED = 1 << 20
 _THREADS = 8
@@ -23,7 +24,7 @@ class WeightFiles:
     """The files of a checkpoint folder, with their sizes, inodes and times when the model was loaded."""
 
     folder: Path
-    stats: tuple[tuple[str, Stat], ...]  # status of `config.json` and each safetensors file, by name
+    stats: tuple[tuple[str, Stat], ...]  # status of each configuration and safetensors file, by name
 
     @classmethod
     def of(cls, folder: Path) -> Self:
@@ -63,7 +64,8 @@ def _cached_digest(cache_path: Path, stats: tuple[tuple[str, Stat], ...]) -> str
 
 
 def _stats(folder: Path) -> tuple[tuple[str, Stat], ...]:
-    paths = sorted((*folder.glob("config.json"), *folder.glob("*.safetensors")))
+    configurations = (folder / name for name in CONFIGURATIONS)
+    paths = sorted((*filter(Path.is_file, configurations), *folder.glob("*.safetensors")))
     found = ((path.name, path.stat()) for path in paths)
     return tuple((name, (at.st_size, at.st_ino, at.st_mtime_ns, at.st_ctime_ns)) for name, at in found)
 

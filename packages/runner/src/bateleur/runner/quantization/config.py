@@ -38,6 +38,8 @@ _REASONS = {
 """Why some methods are refused."""
 _FALLBACKS = (("hf_quant_config.json", "modelopt"), ("quantize_config.json", "gptq"), ("quant_config.json", "awq"))
 """Files that replace `quantization_config` of config.json, and their methods."""
+CONFIGURATIONS = ("config.json", *(name for name, _ in _FALLBACKS))
+"""Files of a checkpoint folder that say how its tensors are read."""
 
 
 def quantization_fields(path: Path, config: Mapping[str, Any]) -> tuple[Path, Mapping[str, Any]]:
