@@ -467,6 +467,24 @@ def test_multipliers_are_folded_before_the_only_rounding(tmp_path: Path, tiny: M
                 assert torch.equal(weight, rounded[name].to(weight.dtype)), name
 
 
+def test_quantised_modules_that_no_index_lists_are_left_out(
+    folders: Callable[[str, str], Folders], tmp_path: Path
+) -> None:
+    """As plain tensors in a shard that are not in the index; a listed one that the model lacks is surplus."""
+    folder = Path(shutil.copytree(folders("qwen", "fp8 blocks")[0], tmp_path / "shard"))
+    tensors = load_file(folder / "model.safetensors")
+    listed = dict.fromkeys(tensors, "a.safetensors")
+    extra = {f"other.{part}": tensors[f"{Q}{part}"].clone() for part in ("weight", "weight_scale_inv")}
+    save_file(tensors | extra, folder / "a.safetensors")
+    (folder / "model.safetensors").unlink()
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": listed}))
+    assert "other.weight" in open_checkpoint(folder).unused
+    index.write_text(json.dumps({"weight_map": listed | dict.fromkeys(extra, "a.safetensors")}))
+    with pytest.raises(ValueError, match="surplus   other"):
+        open_checkpoint(folder)
+
+
 def test_fused_experts_may_be_named_like_matrices(tmp_path: Path, tiny: ModuleType) -> None:
     """`input_linear.weight` of Granite, (E, N, K), with a scale for each row, as llm-compressor writes it."""
     family = "granitemoehybrid-experts"

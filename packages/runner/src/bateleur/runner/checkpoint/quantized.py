@@ -73,6 +73,7 @@ def with_quantized(
             dtype="F32",
             start=parts[0].start,
             num_bytes=sum(each.num_bytes for each in parts),
+            named=any(each.named for each in parts),
             module=module,
             reader=reader,
         )
