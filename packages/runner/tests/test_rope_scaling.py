@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import tiny
 import torch
@@ -101,3 +102,30 @@ def test_frequencies_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         tiny.edit_config(folder, rope_parameters=rope)
         with pytest.raises(ValueError, match=r"(rope_parameters|short_factor|long_factor) is "):
             open_checkpoint(folder)
+
+
+@pytest.mark.parametrize(
+    ("override", "same"),
+    [
+        ({"rope_theta": 123.0}, {"rope_theta": 123.0}),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, {"rope_type": "linear", "factor": 2.0}),
+        ({"rope_scaling": {"rope_type": "linear", "factor": np.int64(2)}}, {"rope_type": "linear", "factor": 2.0}),
+        ({"rope_scaling": None, "rope_theta": 7}, {"rope_type": "default", "rope_theta": 7.0}),
+    ],
+)
+def test_older_names_replace_fields_of_rope_parameters(
+    tmp_path: Path, override: dict[str, Any], same: dict[str, Any]
+) -> None:
+    """transformers would ignore `rope_theta`, and drop that of the file with `rope_scaling`."""
+    rope = {"rope_type": "linear", "factor": 3.0, "rope_theta": 500.0}
+    folder = tiny.save(tiny.make_model("llama", rope_parameters=rope), tmp_path / "file")
+    wanted = tiny.save(tiny.make_model("llama", rope_parameters=rope | same), tmp_path / "wanted")
+    assert open_checkpoint(folder, override).spec == open_checkpoint(wanted).spec
+
+
+def test_overrides_that_no_file_can_have_are_refused(tmp_path: Path) -> None:
+    folder = tiny.save(tiny.make_model("gemma3_text"), tmp_path / "file")
+    with pytest.raises(ValueError, match=r"hf_overrides is .*; it must be an object as JSON has them"):
+        open_checkpoint(folder, {"rope_scaling": {"factor": object()}})
+    with pytest.raises(ValueError, match=r"rope_theta is 7; it must be absent: rope_parameters has one for each"):
+        open_checkpoint(folder, {"rope_theta": 7})

@@ -18,6 +18,7 @@ from bateleur.runner.checkpoint.field_rules import check_fields, token_ids
 from bateleur.runner.checkpoint.fields import ConfigFields
 from bateleur.runner.checkpoint.kv_cache import declared_kv_cache, read_kv_scales
 from bateleur.runner.checkpoint.names import Names, cut_evenly, resolve_layout, with_prefix
+from bateleur.runner.checkpoint.overrides import overridden
 from bateleur.runner.checkpoint.quantized import Matrices, quantize_projections, with_quantized
 from bateleur.runner.checkpoint.weights import UNUSED, check_weights, checkpoint_dtype, fill_weights, resolve_tied
 from bateleur.runner.distributed.ranks import ALONE, Ranks
@@ -182,20 +183,13 @@ def read_config(path: Path, overrides: Mapping[str, Any] | None = None) -> tuple
     file = path / "config.json"
     if not file.is_file():
         raise ValueError(f"{path}: has no config.json; it must be a Hugging Face checkpoint")
-    fields = _overridden(read_json(file), overrides or {})
+    fields = read_json(file)
     with errors_in(f"{file}{' with hf_overrides' * bool(overrides)}"):
+        fields = overridden(fields, overrides) if overrides else fields
         check_fields(fields)
         family = _family(fields)
         own = fields if family.inside is None else fields.get(family.inside)
         return family, ConfigFields(_config(path, family, fields, bool(overrides)), own), fields
-
-
-def _overridden(fields: dict[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    merged = dict(fields)
-    for name, value in overrides.items():
-        both = isinstance(value, Mapping) and isinstance(merged.get(name), dict)
-        merged[name] = _overridden(merged[name], value) if both else value
-    return merged
 
 
 def _family(config: Mapping[str, Any]) -> Family:
