@@ -7,6 +7,7 @@ import json
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -186,3 +187,25 @@ def live_server() -> Iterator[str]:
         yield address
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 0
+
+
+@pytest.fixture
+def aborted_at_once(scripted_engine: AsyncLLM, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Abort the first request of the scripted model before it runs. The list gets the ids of all requests."""
+    submit, asked = scripted_engine.submit, list[Any]()
+
+    async def submit_and_abort(*args: Any, **options: Any) -> Any:
+        asked.append(options["request_ids"])
+        if len(asked) > 1:
+            return await submit(*args, **options)
+        aborted = threading.Event()
+        held = asyncio.create_task(scripted_engine.inspect(lambda llm: aborted.wait(60)))
+        await asyncio.sleep(0)  # the engine waits from now on
+        reader = await submit(*args, **options)
+        await scripted_engine.abort(asked[0][0])
+        aborted.set()
+        await held
+        return reader
+
+    monkeypatch.setattr(scripted_engine, "submit", submit_and_abort)
+    return asked

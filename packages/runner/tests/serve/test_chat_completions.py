@@ -296,6 +296,60 @@ def test_a_budget_and_the_end_of_the_context(scripted: Any) -> None:
         answers(scripted, thinking_token_budget=budget, **asked)
 
 
+@pytest.mark.parametrize("budget", [0, 1, 3])
+@pytest.mark.parametrize("asked", [OPENED, {"enable_thinking": None}])
+@pytest.mark.parametrize(
+    ("cut", "length"), [({"max_tokens": 20}, 1004), ({}, 1023), ({"truncate_prompt_tokens": 99}, 99)]
+)
+def test_a_budget_and_a_truncated_prompt(
+    scripted: Any, asked: dict[str, Any], cut: dict[str, Any], length: int, budget: int
+) -> None:
+    """The prompt is cut as without a budget, so that it leaves room for the answer."""
+    messages = [{"role": "system", "content": "x" * 2000}, {"role": "user", "content": "long"}]
+    body = {"messages": messages, "truncate_prompt_tokens": -1, **asked, **cut, "thinking_token_budget": budget}
+    reply = scripted.ask(PATH, body)
+    assert reply.status_code == 200, reply.text
+    assert reply.json()["usage"]["prompt_tokens"] == length
+
+
+@pytest.mark.parametrize("budget", [None, 0, 3])
+@pytest.mark.parametrize(
+    "asked", [{"messages": LONG, **OPENED}, {"messages": [{"role": "user", "content": "thinker"}]}]
+)
+def test_an_aborted_reasoning_has_no_answer(
+    scripted: Any, aborted_at_once: list[Any], asked: dict[str, Any], budget: int | None
+) -> None:
+    reply = scripted.ask(PATH, asked | {"thinking_token_budget": budget}).json()
+    assert reply["choices"][0]["finish_reason"] == "abort"
+    assert reply["usage"]["completion_tokens"] == 0
+    assert len(aborted_at_once) == 1
+
+
+@pytest.mark.parametrize(
+    "asked", [{"messages": LONG, **OPENED}, {"messages": [{"role": "user", "content": "thinker"}]}]
+)
+def test_a_full_queue_refuses_no_answer_to_a_reasoning(
+    scripted: Any, scripted_engine: AsyncLLM, monkeypatch: pytest.MonkeyPatch, asked: dict[str, Any]
+) -> None:
+    submit, limit, taken = scripted_engine.submit, scripted_engine._admission_limit, list[str]()
+
+    async def submit_and_fill(*args: Any, **options: Any) -> Any:
+        reader = await submit(*args, **options)
+        if not taken:  # other requests take all room, also that of the reasoning after its end
+            taken.extend(limit.take([None] * 1027, 1))
+            taken.extend(limit.take([None], 1, continued=True))
+        return reader
+
+    monkeypatch.setattr(scripted_engine, "submit", submit_and_fill)
+    body = asked | {"thinking_token_budget": 2, "max_tokens": 8}
+    reply = scripted.ask(PATH, body)
+    full = scripted.ask(PATH, body)
+    for name in taken:
+        limit.release(name)
+    assert (reply.status_code, full.status_code) == (200, 429), reply.text
+    assert reply.json()["usage"]["completion_tokens"] == 8
+
+
 def test_a_grammar_follows_the_end_of_a_bounded_reasoning(scripted: Any) -> None:
     form = {"structured_outputs": {"choice": ["yes", "no"]}, "temperature": 0}
     reasoning, content, reason, _ = answers(scripted, thinking_token_budget=2, **form)

@@ -97,9 +97,11 @@ class AsyncLLM:
         request_ids: Sequence[str | None] | None = None,
         priority: int = 0,
         lora_request: LoRARequest | None = None,
+        continued: bool = False,
     ) -> OutputReader:
         """Queue requests, all or none, and return their `OutputReader`. Call `abort_unfinished` at the end.
-        request_ids: one per prompt; None lets the engine choose. Other parameters and errors: see `generate`.
+        request_ids: one per prompt; None lets the engine choose. continued: whether they continue requests that were
+        admitted, so that QueueFull is not raised. Other parameters and errors: see `generate`.
         """
         self.llm.check_process()
         if (dead := self._thread.ended) is not None:
@@ -109,7 +111,8 @@ class AsyncLLM:
         check = maybe(text)
         ids = [check("request_id", each) for each in request_ids or [None] * len(prompts)]
         given = self.llm.get_default_sampling_params() if sampling_params is None else sampling_params
-        names = self._admission_limit.take(ids, given.n if isinstance(given, SamplingParams) else 1)
+        size = given.n if isinstance(given, SamplingParams) else 1
+        names = self._admission_limit.take(ids, size, continued=continued)
 
         def prepare() -> list[RequestGroup]:
             return [

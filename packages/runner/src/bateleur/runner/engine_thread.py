@@ -39,10 +39,11 @@ class AdmissionLimit:
     def __len__(self) -> int:
         return len(self._taken)
 
-    def take(self, names: Sequence[str | None], size: int) -> list[str]:
+    def take(self, names: Sequence[str | None], size: int, *, continued: bool = False) -> list[str]:
         """Admit requests, all or none, and return their ids. Requests without an id get one.
-        Each counts as `size` sequences. Raises QueueFull if there is no room now, and ValueError if there never will
-        be, or for an id that is in use.
+        Each counts as `size` sequences. continued: whether they continue requests that were admitted, so that a full
+        queue does not refuse them. Raises QueueFull if there is no room now, and ValueError if there never will be, or
+        for an id that is in use.
         """
         wanted, room = size * len(names), self._running + self._waiting
         if wanted > room:
@@ -50,7 +51,7 @@ class AdmissionLimit:
                 f"{wanted} sequences are asked for at once; max_num_seqs and max_queued_requests leave room for {room}"
             )
         with self._lock:
-            if sum(self._taken.values()) + wanted > room:
+            if not continued and sum(self._taken.values()) + wanted > room:
                 raise QueueFull(f"{self._waiting} requests are waiting already, which is max_queued_requests")
             given = [name for name in names if name is not None]
             require_new(given, self._taken)

@@ -169,11 +169,15 @@ class ThinkingBudget:
             log_once(_log, f"thinking_token_budget is ignored: {reason}")
             return None
         service.check_counts(1, params)
-        if params.truncate_prompt_tokens is None:
-            left = max(1, service.llm.llm.limits.max_model_len - len(prompt["prompt_token_ids"]))
-            params = replace(params, max_tokens=min(left, params.max_tokens or left))
-        if params.max_tokens is not None and params.max_tokens <= budget + (not opened):
+        longest, kept = service.llm.llm.limits.max_model_len, params.truncate_prompt_tokens
+        if kept == -1:  # a number, because the requests of the budget have smaller max_tokens
+            kept = max(1, longest - (params.max_tokens or 1))
+        num_prompt = min(len(prompt["prompt_token_ids"]), longest if kept is None else kept)
+        left = max(1, longest - num_prompt)
+        max_tokens = min(left, params.max_tokens or left)
+        if max_tokens <= budget + (not opened):
             return None
+        params = replace(params, truncate_prompt_tokens=kept, max_tokens=max_tokens)
         if params.seed is None:  # the first token may be sampled twice
             params = replace(params, seed=secrets.randbits(63))
         return cls(service, parsed, prompt, params, budget, opened, service.chat_format.reasoning_begin_id, end)
@@ -204,7 +208,7 @@ class ThinkingBudget:
         if self.opened:
             return await self._submit_reasoning(self.prompt, reply_id)
         params = replace(self.params, max_tokens=1, min_tokens=min(1, self.params.min_tokens))
-        return await self._submit(self.prompt, params, reply_id)
+        return await self._submit(self.prompt, params, reply_id, continued=False)
 
     async def _outputs(self, reader: OutputReader, reply_id: str) -> AsyncGenerator[RequestOutput, None]:
         """Yield the outputs of reasoning and answer as those of one request. reader: from `_begin`."""
@@ -228,7 +232,7 @@ class ThinkingBudget:
                     yield output
                     continue
                 (completion,) = output.outputs
-                if not self.budget and completion.token_ids != [self.end]:
+                if not self.budget and completion.token_ids != [self.end] and completion.finish_reason != "abort":
                     completion = output.outputs[0] = _without_tokens(completion)
                 written += completion.token_ids
                 if answer_follows := output.finished and self._answer_follows(completion, written):
@@ -255,10 +259,16 @@ class ThinkingBudget:
         if not self.opened:
             grammar = self.service.chat_format.prepare(self.parsed, prompt).params.structured_outputs
             params = replace(_without_prompt(params), structured_outputs=grammar)
-        return await self._submit(prompt, params, reply_id)
+        return await self._submit(prompt, params, reply_id, continued=not self.opened)
 
-    async def _submit(self, prompt: ChatPrompt, params: SamplingParams, reply_id: str) -> OutputReader:
-        return await self.service.submit([prompt], replace(self.parsed, params=params, stream=True), reply_id)
+    async def _submit(
+        self, prompt: ChatPrompt, params: SamplingParams, reply_id: str, *, continued: bool = True
+    ) -> OutputReader:
+        """Submit a request of the engine. continued: whether it is not the first one of its continuation, so that a
+        full queue does not refuse it.
+        """
+        parsed = replace(self.parsed, params=params, stream=True)
+        return await self.service.submit([prompt], parsed, reply_id, continued=continued)
 
     def _answer_follows(self, completion: CompletionOutput, written: list[int]) -> bool:
         """Return whether the reasoning ended by its end tag or the budget, and max_tokens leaves room for an answer.

@@ -113,10 +113,12 @@ class Service:
         queued = max(0, self.llm.num_unfinished - stats.num_running - stats.num_waiting)
         return metrics.render(stats, self.names[0], queued)
 
-    async def submit(self, prompts: Sequence[Mapping[str, Any]], parsed: APIRequest, reply_id: str) -> OutputReader:
+    async def submit(
+        self, prompts: Sequence[Mapping[str, Any]], parsed: APIRequest, reply_id: str, *, continued: bool = False
+    ) -> OutputReader:
         """Queue all prompts of a request. Raises HTTPException, and queues none, if any is invalid.
 
-        reply_id: the id of prompt i in the engine is `reply_id`-i.
+        reply_id: the id of prompt i in the engine is `reply_id`-i. continued: see `AsyncLLM.submit`.
         """
         kind = RequestOutputKind.DELTA if parsed.stream else RequestOutputKind.FINAL_ONLY
         params = replace(parsed.params, output_kind=kind)
@@ -128,7 +130,8 @@ class Service:
                 self._check_length(each)
             ids = [f"{reply_id}-{i}" for i in range(len(prompts))]
             adapter = self.adapter_of(parsed.model)
-            return await self.llm.submit(given, params, request_ids=ids, priority=parsed.priority, lora_request=adapter)
+            more: dict[str, Any] = {"priority": parsed.priority, "lora_request": adapter, "continued": continued}
+            return await self.llm.submit(given, params, request_ids=ids, **more)
 
     def check_counts(self, num_prompts: int, params: SamplingParams) -> None:
         """Raise ValueError for too many prompts, continuations or log probabilities."""
