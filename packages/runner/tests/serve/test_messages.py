@@ -71,6 +71,26 @@ def test_how_it_stopped(scripted: Any) -> None:
     assert message["content"] == [{"type": "text", "text": "First.\n"}]
 
 
+@pytest.mark.usefixtures("aborted_at_once")
+def test_an_aborted_message_is_an_error(scripted: Any) -> None:
+    """No stop reason means that: the answer would seem complete."""
+    reply = scripted.ask(PATH, ASKED)
+    assert (reply.status_code, reply.json()["error"]["type"]) == (503, "overloaded_error")
+
+
+@pytest.mark.usefixtures("aborted_at_once")
+def test_the_stream_of_an_aborted_message_ends_with_an_error(scripted: Any) -> None:
+    *_, last = scripted.events(PATH, ASKED)
+    assert (last["type"], last["error"]["type"]) == ("error", "overloaded_error")
+
+
+def test_the_prompt_of_a_begun_answer_is_counted_as_it_runs(scripted: Any) -> None:
+    body = {"messages": [WEATHER, {"role": "assistant", "content": "It"}]}
+    usage = scripted.ask(PATH, body | {"max_tokens": 3}).json()["usage"]
+    counted = scripted.ask(f"{PATH}/count_tokens", body).json()
+    assert counted == {"input_tokens": usage["input_tokens"] + usage["cache_read_input_tokens"]}
+
+
 def test_errors_have_anthropics_form(make_scripted: Callable[..., Any]) -> None:
     client = make_scripted(api_key=["secret"])
 

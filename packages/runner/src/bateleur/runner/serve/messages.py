@@ -81,10 +81,10 @@ def chat_body(body: CountTokensBody) -> dict[str, Any]:
     if body.thinking is not None:
         chat["enable_thinking"] = body.thinking.get("type") != "disabled"
         chat["thinking_token_budget"] = body.thinking.get("budget_tokens")
+    if messages and messages[-1]["role"] == "assistant":  # the answer continues this text
+        chat |= {"continue_final_message": True, "add_generation_prompt": False}
     if isinstance(body, MessagesBody):
         chat |= {"max_completion_tokens": body.max_tokens, "stop": body.stop_sequences, "stream": body.stream}
-        if messages and messages[-1]["role"] == "assistant":  # the answer continues this text
-            chat |= {"continue_final_message": True, "add_generation_prompt": False}
     return chat
 
 
@@ -167,6 +167,7 @@ class _MessageWriter:
         yield {"type": "ping"}
 
     def write(self, events: Sequence[Event]) -> Iterator[Block]:
+        """Add events of the answer. Raises HTTPException at the end of an aborted request."""
         for event in events:
             match event:
                 case Reasoning(text):
@@ -178,6 +179,8 @@ class _MessageWriter:
                 case Arguments(_, text):
                     self._json += text
                     yield self._delta({"type": "input_json_delta", "partial_json": text})
+                case End("abort", _):  # no stop reason of this API means that
+                    raise http_error(503, "the request was aborted before its answer was complete", code="aborted")
                 case End(reason, stop):
                     yield from self._close()
                     default = "stop_sequence" if isinstance(stop, str) else "end_turn"
