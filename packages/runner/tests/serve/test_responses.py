@@ -176,6 +176,34 @@ def test_the_store_is_bounded_in_bytes() -> None:
     assert (store._num_bytes, store.outputs) == (0, {})
 
 
+def test_a_response_is_cancelled_between_its_reasoning_and_its_answer(
+    scripted: Any, scripted_engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    submit, aborted = scripted_engine.submit, asyncio.Event()
+    abort = scripted_engine.abort
+
+    async def abort_none(request_id: str) -> None:
+        await abort(request_id)
+        aborted.set()
+
+    async def submit_later(*args: Any, **options: Any) -> Any:
+        if options["continued"]:
+            await aborted.wait()
+        return await submit(*args, **options)
+
+    monkeypatch.setattr(scripted_engine, "abort", abort_none)
+    monkeypatch.setattr(scripted_engine, "submit", submit_later)
+
+    async def run() -> None:
+        client = scripted.openai()
+        more = {"thinking_token_budget": 1, "enable_thinking": True, "ignore_eos": True, "max_output_tokens": 900}
+        begun = await client.responses.create(model="scripted", input="x", background=True, extra_body=more)
+        await asyncio.sleep(0.1)  # the reasoning ends
+        assert (await client.responses.cancel(begun.id)).status == "cancelled"
+
+    asyncio.run(run())
+
+
 def test_a_response_in_the_background_is_polled_and_cancelled(scripted: Any) -> None:
     async def run() -> None:
         client = scripted.openai()

@@ -4,7 +4,7 @@ import asyncio
 import time
 from collections import OrderedDict
 from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 from typing import Any
 from uuid import uuid4
@@ -27,6 +27,8 @@ from bateleur.runner.utils.arguments import refuse
 
 _CANCEL_SECONDS = 10
 """Seconds for an aborted request to end; a client that does not read its stream may delay the end."""
+_ABORT_SECONDS = 0.1
+"""Seconds after which an abort is repeated."""
 _RUNNING = ("queued", "in_progress")
 
 
@@ -211,8 +213,11 @@ class _Responses:
         running = self._running.get(response_id)
         if running is None:
             return self._stored(response_id).response
-        await self._service.llm.abort(f"{response_id}-0")
-        await asyncio.wait_for(running.ended.wait(), _CANCEL_SECONDS)
+        async with asyncio.timeout(_CANCEL_SECONDS):
+            while not running.ended.is_set():  # the request of an answer may follow that of its reasoning
+                await self._service.llm.abort(f"{response_id}-0")
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(running.ended.wait(), _ABORT_SECONDS)
         return running.response
 
     async def inputs(
