@@ -144,6 +144,53 @@ def test_a_batch_goes_on_where_it_stopped(files: Files, capsys: pytest.CaptureFi
     assert "its result for line 5 has another prompt" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "option",
+    [
+        ("--kv-cache-dtype", "fp8"),
+        ("--quantization", "dequantize"),
+        ("--tokenizer", "."),
+        ("--hf-overrides", '{"rope_theta": 5}'),
+        ("--max-model-len", "99"),
+    ],
+)
+def test_results_of_another_computation_are_refused(
+    files: Files, capsys: pytest.CaptureFixture[str], option: tuple[str, str]
+) -> None:
+    files.write(call("a", prompt="x", max_tokens=1), call("b", prompt="nan", max_tokens=1))
+    assert files.run() == 1
+    assert files.run(*option) == 2
+    assert "its result for line 1 has another prompt, model or parameters" in capsys.readouterr().err
+
+
+def test_a_chat_has_what_the_server_would_return(files: Files, fake_llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`echo` and `include_reasoning` apply. A batch does not limit reasoning, so it refuses a budget."""
+    answer = fake_llm._output
+
+    def scripted(*given: Any) -> Any:
+        output = answer(*given)
+        output.outputs[0].text = "<think>Hm.</think>it is."
+        return output
+
+    monkeypatch.setattr(fake_llm, "_output", scripted)
+    begun = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "Yes, "}]
+    bodies: list[dict[str, Any]] = [
+        {"messages": begun[:1]},
+        {"messages": begun[:1], "include_reasoning": False},
+        {"messages": begun, "echo": True},
+        {"messages": begun[:1], "thinking_token_budget": 3},
+    ]
+    files.write(
+        *(call(str(i), max_tokens=1, **body) | {"url": "/v1/chat/completions"} for i, body in enumerate(bodies))
+    )
+    assert files.run("--reasoning-parser", "think") == 1
+    *told, refused = (each["response"]["body"] for each in files.read())
+    messages = [each["choices"][0]["message"] for each in told]
+    assert [each["reasoning"] for each in messages] == ["Hm.", None, "Hm."]
+    assert [each["content"] for each in messages] == ["it is.", "it is.", "Yes, it is."]
+    assert "thinking_token_budget is 3; it must be absent" in refused["error"]["message"]
+
+
 def test_a_batch_has_the_limits_of_openai_and_ours_has_ours(files: Files) -> None:
     files.write(call("a", prompt="x"))
     assert files.run() == 0

@@ -16,7 +16,7 @@ from bateleur.runner.cli.line_formats import LineFormat, LineRequest, NativeForm
 from bateleur.runner.cli.options import given_options
 from bateleur.runner.cli.parquet import is_parquet, write_parquet
 from bateleur.runner.cli.request_file import RequestFile
-from bateleur.runner.cli.result_file import ResultFile
+from bateleur.runner.cli.result_file import ResultFile, require_other_file
 
 if TYPE_CHECKING:
     from bateleur.runner.llm import LLM
@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from bateleur.runner.text.tokenizer import Tokenizer
 
 _DIGEST_OPTIONS = (
-    *("dtype", "max_model_len", "mamba_ssm_cache_dtype", "skip_tokenizer_init", "speculative_rule"),
+    *("dtype", "quantization", "kv_cache_dtype", "mamba_ssm_cache_dtype", "hf_overrides", "max_model_len"),
+    *("tokenizer", "skip_tokenizer_init", "speculative_rule"),
     *("chat_template", "tool_call_parser", "reasoning_parser", "enable_auto_tool_choice", "lora_modules"),
 )
 """Options other than the model that may change a result. A result is reused only if they are equal."""
@@ -45,6 +46,7 @@ def run_file(args: argparse.Namespace, native: NativeFormat, batch: OpenAIBatchF
     engine = {"model": contents, **given_options(args, _DIGEST_OPTIONS)}
     with closing(RequestFile(args.prompt_file, native, batch, engine)) as requests:
         lines = args.output
+        require_other_file(lines, args.prompt_file)
         if lines is not None and is_parquet(lines):  # cannot be appended to: collect JSON lines in a file next to it
             lines = lines.with_name(f"{lines.name}.jsonl")
         with closing(ResultFile(lines, args.prompt_file, overwrite=args.overwrite)) as results:

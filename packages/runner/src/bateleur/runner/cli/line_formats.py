@@ -9,7 +9,14 @@ from typing import Any
 from bateleur.runner.outputs import Logprob, RequestOutput
 from bateleur.runner.sampling_params import SamplingParams
 from bateleur.runner.serve.config import require_served
-from bateleur.runner.serve.openai.replies import Usage, chat_reply, completion_reply, error_body, reply_head
+from bateleur.runner.serve.openai.replies import (
+    Usage,
+    chat_reply,
+    completion_reply,
+    error_body,
+    reply_head,
+    shown_events,
+)
 from bateleur.runner.serve.openai.requests import ChatRequest, CompletionRequest, chat_request, completion_request
 from bateleur.runner.serve.parsers.chat_format import ChatFormat, PreparedChat, with_options
 from bateleur.runner.serve.parsers.options import ParserOptions
@@ -144,6 +151,8 @@ class OpenAIBatchFormat:
         request = _ENDPOINTS[url](body, self._defaults)
         require_served(request.model, (*self._names, *self._adapters))
         if isinstance(request, ChatRequest):
+            if (budget := request.thinking_token_budget) is not None:
+                refuse("thinking_token_budget", budget, "absent: only the server limits reasoning")
             request = with_options(request, self._parsers)
         if request.stream:
             refuse("stream", True, "false: batch results are not streamed")
@@ -174,10 +183,11 @@ class OpenAIBatchFormat:
             (output,) = outputs
             prompt = ChatPrompt(prompt=output.prompt or "", prompt_token_ids=output.prompt_token_ids)
             turn = self._turn(request.api_request, prompt, tokenizer)
-            usage, events = Usage(), [turn.reader().read(each) for each in output.outputs]
+            usage, chat = Usage(), request.api_request
+            events = [shown_events(chat, turn.reader().read(each)) for each in output.outputs]
             usage.count(output)
             head = reply_head(f"chatcmpl-{request.digest}", "chat.completion", name)
-            reply = chat_reply(request.api_request, output, events, head, usage, self._token_text)
+            reply = chat_reply(chat, output, events, head, usage, self._token_text)
             return _response(request, 200, reply)
         head = reply_head(f"cmpl-{request.digest}", "text_completion", name)
         return _response(request, 200, completion_reply(request.api_request, outputs, head, self._token_text))

@@ -24,6 +24,12 @@ from bateleur.runner.cli.request_file import RequestFile
 _NONE = -1
 
 
+def require_other_file(path: Path | None, source: str) -> None:
+    """Raise ValueError if the file for results, None for stdout, is the file of requests (`source`, - for stdin)."""
+    if source != "-" and path is not None and path.exists() and path.samefile(source):
+        raise ValueError(f"--output is {path}; that is the prompt file")
+
+
 class ResultFile:
     """Writes results to a file, which the constructor opens. Only results in a regular file can be resumed and sorted.
 
@@ -32,8 +38,7 @@ class ResultFile:
     """
 
     def __init__(self, path: Path | None, source: str, *, overwrite: bool) -> None:
-        if source != "-" and path is not None and path.exists() and path.samefile(source):
-            raise ValueError(f"--output is {path}; that is the prompt file")
+        require_other_file(path, source)
         self._overwrite = overwrite
         self._path = path or Path("stdout")  # for messages; only a regular file is opened again
         self._file: IO[bytes] = sys.stdout.buffer if path is None else path.open("ab", buffering=0)

@@ -17,7 +17,7 @@ from bateleur.runner.engine_thread import OutputReader
 from bateleur.runner.outputs import CompletionOutput, Logprob, RequestOutput, TextTag
 from bateleur.runner.sampling_params import SamplingParams
 from bateleur.runner.serve.errors import http_errors
-from bateleur.runner.serve.openai.replies import Usage
+from bateleur.runner.serve.openai.replies import Usage, shown_events
 from bateleur.runner.serve.openai.requests import ChatRequest
 from bateleur.runner.serve.openai.tools import is_strict
 from bateleur.runner.serve.parsers.answer import AnswerParser
@@ -76,12 +76,7 @@ class Answer:
             self._readers[completion.index] = self.prepared.reader()
         events = self._readers[completion.index].read(completion)
         self._count_reasoning(completion, events)
-        if not self.parsed.include_reasoning:
-            events = [each for each in events if not isinstance(each, Reasoning)]
-        last = self.parsed.messages[-1]
-        if first and self.parsed.echo and last["role"] == "assistant":
-            events = [Content(last["content"]), *events]
-        return Report(output, completion, events)
+        return Report(output, completion, shown_events(self.parsed, events, first=first))
 
     def _count_reasoning(self, completion: CompletionOutput, events: list[Event]) -> None:
         self._has_reasoning = self._has_reasoning or any(isinstance(each, Reasoning) for each in events)

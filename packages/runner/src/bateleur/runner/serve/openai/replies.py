@@ -140,6 +140,16 @@ def next_offset(choice: Mapping[str, Any], completion: CompletionOutput, offset:
     return last + len(_text(completion.logprobs[-1][completion.token_ids[-1]]))
 
 
+def shown_events(parsed: ChatRequest, events: Sequence[Event], *, first: bool = True) -> list[Event]:
+    """Return the events of one continuation that its reply shows, by `echo` and `include_reasoning` of the request.
+
+    first: whether these are the first events of the continuation, which an echo precedes.
+    """
+    shown = [each for each in events if parsed.include_reasoning or not isinstance(each, Reasoning)]
+    last = parsed.messages[-1]
+    return [Content(last["content"]), *shown] if first and parsed.echo and last["role"] == "assistant" else shown
+
+
 def chat_reply(
     parsed: ChatRequest,
     output: RequestOutput,
