@@ -47,6 +47,28 @@ def test_logits_that_are_not_numbers_fail_their_request(
     assert asking.ask("/health").status_code == 200
 
 
+def test_an_abort_of_a_request_that_ended_in_a_failed_step(
+    asking: Any, frail: AsyncLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its output is not taken yet when the abort comes; the next step returns it."""
+    registry, aborted = frail.llm.engine.registry, list[str]()
+    report = registry.report
+
+    def failing(request: Any) -> None:
+        report(request)
+        if request.finish_reason is not None and not aborted:
+            aborted.append(request.request_id)
+            frail._thread.abort(aborted)
+            raise OSError("the step failed")
+
+    monkeypatch.setattr(registry, "report", failing)
+    reply = asking.ask(PATH, {"prompt": "x", "max_tokens": 3, "ignore_eos": True})
+    assert reply.status_code == 200, reply.text
+    assert reply.json()["choices"][0]["finish_reason"] == "length"
+    assert aborted
+    assert asking.ask("/health").status_code == 200
+
+
 def test_an_internal_error_hides_its_message(asking: Any, frail: AsyncLLM, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(prompts: Any, *args: Any, **options: Any) -> None:
         raise KeyError("a secret")
