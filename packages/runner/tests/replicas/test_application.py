@@ -96,6 +96,9 @@ def test_devices_of_a_replica_are_one_bundle(
         ({"num_threads": "0"}, "num_threads is 0"),
         ({"port": 8001}, "port is 8001; it must be left out"),
         ({"max_model_len": 1}, "max_model_len is 1"),
+        ({"enable_lora": True, "replicas": 2}, "enable_lora is True; it must be false with replicas"),
+        ({"lora_modules": ["a=x"]}, "lora_modules is .*; it must be left out without enable_lora"),
+        ({"num_threads": "two"}, "num_threads is 'two'; it must be"),
     ],
 )
 def test_wrong_arguments_are_told_before_anything_starts(application: Any, args: dict[str, Any], said: str) -> None:

@@ -71,11 +71,15 @@ def app(args: dict[str, Any]) -> serve.Application:
         if name in given:
             refuse(name, given[name], "left out: use the options of Ray Serve, which listens")
     threads = given.pop("num_threads", None)
-    threads = None if threads is None else Integer(1)("num_threads", int(threads))
+    if threads is not None:
+        threads = Integer(1)("num_threads", int(threads) if str(threads).isdecimal() else threads)
     server = ServeConfig(**_taken(given, options_of(ServeConfig)))
     replicas = ReplicaConfig(**_taken(given, options_of(ReplicaConfig)))
     engine = served_engine(_taken(given, all_options()) | given)
-    EngineConfig.of(**engine)
+    if EngineConfig.of(**engine).lora.enable_lora:
+        refuse("enable_lora", True, "false with replicas, which do not load adapters together")
+    if server.lora_modules:
+        refuse("lora_modules", server.lora_modules, "left out without enable_lora")
     return build_application(DeploymentPlan(engine=engine, server=server, replicas=replicas, num_threads=threads))
 
 
