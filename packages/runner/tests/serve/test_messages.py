@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from bateleur.runner.serve.messages import MessagesBody, chat_body
+from bateleur.runner.text.messages import checked_messages
 
 PATH = "/v1/messages"
 TOOL = {"name": "weather", "description": "Looks.", "input_schema": {"type": "object"}}
@@ -71,6 +72,20 @@ def test_how_it_stopped(scripted: Any) -> None:
     assert message["content"] == [{"type": "text", "text": "First.\n"}]
 
 
+def test_all_thinking_of_a_past_message_is_read() -> None:
+    """A model may think again after a text, and this server returns that as a further block."""
+    blocks = [
+        {"type": "thinking", "thinking": "First.", "signature": ""},
+        {"type": "text", "text": "Well."},
+        {"type": "thinking", "thinking": "Then.", "signature": ""},
+    ]
+    chat = read(messages=[WEATHER, {"role": "assistant", "content": blocks}, WEATHER])
+    message = checked_messages(chat["messages"])[1]
+    assert (message["reasoning_content"], message["content"]) == ("First.\nThen.", "Well.")
+    message = checked_messages([{"role": "assistant", "content": blocks, "reasoning_content": "Given."}])[0]
+    assert message["reasoning_content"] == "Given."
+
+
 @pytest.mark.usefixtures("aborted_at_once")
 def test_an_aborted_message_is_an_error(scripted: Any) -> None:
     """No stop reason means that: the answer would seem complete."""
@@ -124,7 +139,7 @@ def test_a_stored_conversation_is_refused_so_that_clients_send_all_of_it(scripte
 
 
 def read(**body: Any) -> dict[str, Any]:
-    return chat_body(MessagesBody.model_validate({"messages": [WEATHER], **body}))
+    return chat_body(MessagesBody.model_validate({"messages": [WEATHER]} | body))
 
 
 def test_blocks_become_messages() -> None:

@@ -103,16 +103,18 @@ def _content(name: str, content: object, message: dict[str, Any], *, asked: bool
     if not asked and (not isinstance(content, Sequence) or isinstance(content, TEXTS_AND_BYTES)):
         _log_fault("a content that is no text and no list of parts is written as JSON")
         return json.dumps(content, ensure_ascii=False, default=shown)
-    texts = []
+    texts, reasoning = [], list[str]()
     for i, each in enumerate(_sequence(name, content, "text, or a list of parts")):
         part = {"type": "text", "text": each} if isinstance(each, str) and not asked else each
-        if (written := _part(f"{name}[{i}]", part, message, asked=asked)) is not None:
+        if (written := _part(f"{name}[{i}]", part, reasoning, asked=asked)) is not None:
             texts.append(_unicode(f"{name}[{i}].text", written, asked=asked))
+    if reasoning and message.get("reasoning_content") is None:
+        message["reasoning_content"] = "\n".join(reasoning)
     return "\n".join(texts)
 
 
-def _part(name: str, given: object, message: dict[str, Any], *, asked: bool) -> str | None:
-    """Return the text of a content part; None for reasoning, which is moved to `message`.
+def _part(name: str, given: object, reasoning: list[str], *, asked: bool) -> str | None:
+    """Return the text of a content part; None for reasoning, which is appended to `reasoning`.
 
     name: path of the part in errors. asked: whether a part that is not text raises ValueError, see `_normalise`.
     """
@@ -122,7 +124,7 @@ def _part(name: str, given: object, message: dict[str, Any], *, asked: bool) -> 
     part = _mapping(name, given)
     kind = part.get("type")
     if kind in ("thinking", "reasoning"):
-        message.setdefault("reasoning_content", str(part.get(kind) or part.get("text") or ""))
+        reasoning.append(str(part.get(kind) or part.get("text") or ""))
         return None
     written = part.get("refusal") if kind == "refusal" else part.get("text")
     if kind in _TEXT_PARTS and isinstance(written, str):
