@@ -132,7 +132,9 @@ class ThinkingBudget:
 
     For each continuation, the engine runs one request for the reasoning and one for the answer. If the prompt does not
     open the reasoning (`opened`), a request of one token shows whether the model does. Sampling depends on the seed and
-    the position, so an unused budget changes no token of a seeded request. `begin` and `end`: token ids of the tags.
+    the position, so an unused budget changes no token of a seeded request. Presence and frequency penalties are an
+    exception: the reasoning is a part of the prompt of the answer, so they do not count it there. `begin` and `end`:
+    token ids of the tags.
     """
 
     service: Service
