@@ -312,6 +312,18 @@ def test_a_budget_and_a_truncated_prompt(
     assert reply.json()["usage"]["prompt_tokens"] == length
 
 
+@pytest.mark.parametrize(
+    "asked", [OPENED, {"enable_thinking": None, "messages": [{"role": "user", "content": "thinker"}]}]
+)
+def test_a_budget_and_more_tokens_than_the_context_has_room_for(scripted: Any, asked: dict[str, Any]) -> None:
+    """`min_tokens` may exceed what is left; the context ends the answer then."""
+    body = {"messages": LONG, "min_tokens": 2000, **asked}
+    replies = [scripted.ask(PATH, body | {"thinking_token_budget": budget}) for budget in (None, 3)]
+    assert [reply.status_code for reply in replies] == [200, 200], replies[1].text
+    totals = {reply.json()["usage"]["total_tokens"] for reply in replies}
+    assert totals == {1024}
+
+
 @pytest.mark.parametrize("budget", [None, 0, 3])
 @pytest.mark.parametrize(
     "asked", [{"messages": LONG, **OPENED}, {"messages": [{"role": "user", "content": "thinker"}]}]

@@ -174,7 +174,8 @@ class ThinkingBudget:
         max_tokens = min(left, params.max_tokens or left)
         if max_tokens <= budget + (not opened):
             return None
-        params = replace(params, truncate_prompt_tokens=kept, max_tokens=max_tokens)
+        least = min(params.min_tokens, max_tokens)
+        params = replace(params, truncate_prompt_tokens=kept, max_tokens=max_tokens, min_tokens=least)
         if params.seed is None:  # the first token may be sampled twice
             params = replace(params, seed=secrets.randbits(63))
         return cls(service, parsed, prompt, params, budget, opened, service.chat_format.reasoning_begin_id, end)
