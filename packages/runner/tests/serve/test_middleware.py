@@ -68,6 +68,7 @@ HALF_A_NAME = b'{"input": "x", "\\ud800": 1}'
         (400, PATH, {"content": b"", "headers": JSON}, "the body is not JSON: Expecting value, line 1, column 1"),
         (400, PATH, {"content": b"[1]", "headers": JSON}, "the body is an array; it must be an object"),
         (400, PATH, {"content": b'{"n": NaN}', "headers": JSON}, "the body holds NaN, which is not JSON"),
+        (400, PATH, {"content": b'{"n": 1e999}', "headers": JSON}, "the body holds 1e999, which is too large a number"),
         (400, PATH, {"content": b'"\xff"', "headers": JSON}, "the body is not UTF-8: byte 1"),
         (400, PATH, {"content": b'\xef\xbb\xbf{"prompt": 5}', "headers": JSON}, "prompt is 5; it must be text"),
         (400, "/v1/responses", {"content": HALF_A_NAME, "headers": JSON}, "the body has a field whose name is half of"),

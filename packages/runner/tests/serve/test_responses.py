@@ -176,6 +176,13 @@ def test_the_store_is_bounded_in_bytes() -> None:
     assert (store._num_bytes, store.outputs) == (0, {})
 
 
+def test_a_number_that_no_reply_can_repeat_is_refused(scripted: Any) -> None:
+    """The reply and the store have the metadata as JSON, which has no infinity."""
+    body = b'{"input": "default", "metadata": {"a": -1e999}}'
+    reply = scripted.ask(PATH, content=body, headers={"content-type": "application/json"})
+    assert reply.json()["error"]["message"] == "the body holds -1e999, which is too large a number"
+
+
 def test_a_response_is_cancelled_between_its_reasoning_and_its_answer(
     scripted: Any, scripted_engine: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

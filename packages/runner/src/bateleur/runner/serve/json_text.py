@@ -1,6 +1,7 @@
 """Reading and writing of JSON."""
 
 import json
+from math import isinf
 from typing import Any, NoReturn
 
 from fastapi.responses import Response
@@ -15,7 +16,7 @@ def dumps(value: Any) -> bytes:
 def loads(data: bytes) -> Any:
     """Parse strict JSON in UTF-8. Raises ValueError with one line for invalid, too deep or too large values."""
     try:
-        return json.loads(data.decode("utf-8-sig"), parse_constant=_refuse)
+        return json.loads(data.decode("utf-8-sig"), parse_constant=_refuse, parse_float=_finite)
     except UnicodeDecodeError as error:
         raise ValueError(f"the body is not UTF-8: byte {error.start}") from error
     except json.JSONDecodeError as error:
@@ -30,6 +31,13 @@ def loads(data: bytes) -> Any:
 
 def _refuse(name: str) -> NoReturn:
     raise ValueError(f"the body holds {name}, which is not JSON")
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if isinf(number):
+        raise ValueError(f"the body holds {text[:40]}, which is too large a number")
+    return number
 
 
 class JSONText(Response):
