@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Callable
 from typing import Any
 
 import openai
 import pytest
 
+from bateleur.runner.serve.responses import routes
 from bateleur.runner.serve.responses.body import ResponsesBody, chat_body, messages_of
 from bateleur.runner.serve.responses.routes import ResponseStore
 
@@ -174,6 +176,16 @@ def test_the_store_is_bounded_in_bytes() -> None:
     store.put({"id": "huge", "output": [{"id": "msg_huge", "text": "z" * 2000}]}, [], None)
     assert store.get("huge") is None
     assert (store._num_bytes, store.outputs) == (0, {})
+
+
+def test_a_cancelled_response_may_end_later(scripted: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its client may not read the stream, or a step may take long."""
+    monkeypatch.setattr(routes, "_CANCEL_SECONDS", 0.01)
+    responses = routes._Responses(scripted.service)
+    responses._running["resp_a"] = routes._Running({"id": "resp_a", "status": "in_progress"})
+    request: Any = None
+    reply = asyncio.run(responses.cancel(request, "resp_a"))
+    assert json.loads(bytes(reply.body)) == {"id": "resp_a", "status": "in_progress"}
 
 
 def test_a_number_that_no_reply_can_repeat_is_refused(scripted: Any) -> None:
