@@ -18,7 +18,6 @@ from cli_files import Files
 from bateleur.runner.cli import main
 from bateleur.runner.cli.line_formats import NativeFormat, OpenAIBatchFormat
 from bateleur.runner.cli.request_file import RequestFile
-from bateleur.runner.cli.result_file import ResultFile
 
 
 def call(custom_id: Any, **body: Any) -> dict[str, Any]:
@@ -143,21 +142,6 @@ def test_a_batch_goes_on_where_it_stopped(files: Files, capsys: pytest.CaptureFi
     files.write(*lines[:4], call("3", prompt="3!", temperature=0))
     assert files.run() == 2
     assert "its result for line 5 has another prompt" in capsys.readouterr().err
-
-
-def test_results_in_a_device_or_pipe_are_known_too(tmp_path: Path) -> None:
-    """Replicas run lines without a result again."""
-    source = tmp_path / "in.jsonl"
-    source.write_text('{"prompt": "x"}\n{"prompt": "y"}\n')
-    requests = RequestFile(str(source), NativeFormat({}), OpenAIBatchFormat({}, ()), {})
-    requests.scan()
-    results = ResultFile(Path("/dev/null"), str(source), overwrite=False)
-    assert results.resume(requests) == 0
-    results.write(1, {"line": 1})
-    assert [results.has_result(line) for line in (1, 2)] == [True, False]
-    results.finish()
-    results.close()
-    requests.close()
 
 
 @pytest.mark.parametrize(

@@ -51,6 +51,16 @@ def test_rows_are_requests_and_results(files: Any, tmp_path: Path) -> None:
 
 
 @needs_pyarrow
+def test_results_never_replace_the_requests(files: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = tmp_path / "in.parquet"
+    write(source, [{"prompt": "abc", "max_tokens": 2}])
+    before = source.read_bytes()
+    assert main(["batch", str(source), str(source)]) == 2
+    assert f"--output is {source}; that is the prompt file" in capsys.readouterr().err
+    assert source.read_bytes() == before
+
+
+@needs_pyarrow
 def test_rows_may_be_calls(files: Any, tmp_path: Path) -> None:
     """OpenAI's form, whose body is a struct, or JSON."""
     source, target = tmp_path / "in.parquet", tmp_path / "out.parquet"
