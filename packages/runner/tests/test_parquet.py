@@ -96,16 +96,6 @@ def test_a_pipe_with_a_name_of_a_parquet_file_is_refused(
     assert capsys.readouterr().err == f"bateleur: input is 'in.parquet'; it must be {rule}\n"
 
 
-@needs_pyarrow
-def test_results_never_replace_the_requests(files: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    source = tmp_path / "in.parquet"
-    write(source, [{"prompt": "abc", "max_tokens": 2}])
-    before = source.read_bytes()
-    assert main(["batch", str(source), str(source)]) == 2
-    assert f"--output is {source}; that is the prompt file" in capsys.readouterr().err
-    assert source.read_bytes() == before
-
-
 def test_a_batch_is_a_file_of_prompts(files: Any) -> None:
     files.write({"prompt": "abc", "max_tokens": 2}, {"prompt": "def", "max_tokens": 1})
     assert main(["batch", str(files.requests), str(files.results)]) == 0
