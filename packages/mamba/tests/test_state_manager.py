@@ -71,3 +71,20 @@ def test_rows_in_flight_get_pages_for_whatever_they_may_write(policy):
         ]
         assert pages._missing_cells(rows, computed, lens, slack).tolist() == expected
         assert not len(pages._missing_cells(rows, computed, lens, slack)), "allocated by the first call"
+
+
+@pytest.mark.parametrize("spare", range(12))
+@pytest.mark.parametrize("policy", list(StatePolicy))
+def test_boundaries_in_prompts_leave_the_next_step_its_pages(policy, spare):
+    """With async scheduling, the second step is planned before the first one is committed."""
+    layout = CacheLayout(MambaCacheMode.ALL, 8, 3, 96, policy, steps_ahead=1)
+    pages = MambaStateManager(Pool(1 + 4 * layout.slots_per_request() + spare), 4, layout, PrefixRetention.of(layout))
+    rows, prompt = np.arange(4), np.array([32, 32, 32, 90], np.int32)
+    first, second = (np.array(lens, np.int32) for lens in ([32, 32, 32, 40], [4, 4, 4, 50]))
+    pages.allocate_blocks(rows, np.zeros(4, np.int32), first, 0, prompt)
+    pages.allocate_blocks(rows, first, second, 3, prompt, np.zeros(4, np.int32))
+    assert pages.table[:3, 4 : 5 + layout.num_speculative_blocks].all()
+    assert pages.table[3, 11]
+    for row in range(4):
+        pages.release(row)
+    assert pages.pool.num_free == pages.pool.capacity

@@ -79,6 +79,8 @@ class MambaStateManager:
         self.retention = retention
         self.blocks = BlockTable(np.zeros((num_rows, layout.columns()), dtype=np.int32))
         self.table = self.blocks.ids
+        self._spare = np.zeros_like(self.table, dtype=np.bool_)
+        """Whether a slot is one that a prefill fills only for the prefix cache; no step of the request needs it."""
         self._folds = layout.policy is StatePolicy.FOLD
         # By row: the slot that it cached last, 0 if another request had cached the same prefix first.
         self._last_cached = np.zeros(num_rows, dtype=np.int64)
@@ -145,11 +147,13 @@ class MambaStateManager:
         missing = [column for column in kept if self.table[row, column] == 0]
         if not missing:
             return
-        held_R = np.count_nonzero(self.table, axis=1)
+        held_R = np.count_nonzero((self.table > 0) & ~self._spare, axis=1)
         reserve = int(np.maximum(self._max_per_row - held_R, 0).sum())
         room = min(len(missing), self.pool.num_free - reserve)
         if room > 0:  # later boundaries are more likely to be hit
-            self.blocks.write(row, np.array(missing[-room:]), self.pool.allocate(room))
+            columns = np.array(missing[-room:])
+            self.blocks.write(row, columns, self.pool.allocate(room))
+            self._spare[row, columns] = True
 
     def commit(
         self, rows: Longs, before_R: Ints, after_R: Ints, prompt_lens_R: Ints, key: Callable[[int, int], bytes]
@@ -180,6 +184,7 @@ class MambaStateManager:
         if len(freed):
             pool.free(self.table.reshape(-1)[freed].tolist())
             self.blocks.write_cells(freed, 0)
+            self._spare.reshape(-1)[freed] = False
 
     def _changes(
         self, rows: Longs, before_R: Ints, after_R: Ints, prompt_lens_R: Ints
@@ -238,6 +243,7 @@ class MambaStateManager:
         """Free all state slots and empty the prefix cache."""
         self.blocks.clear_all()
         self._last_cached[:] = self._allocated_tokens[:] = self._next_commit[:] = 0
+        self._spare[:] = False
         self.pool.clear()
 
     def release(self, row: int) -> None:
@@ -246,3 +252,4 @@ class MambaStateManager:
         self.pool.free(held[held > 0].tolist())
         self.blocks.clear(row)
         self._last_cached[row] = self._allocated_tokens[row] = self._next_commit[row] = 0
+        self._spare[row] = False
