@@ -108,6 +108,30 @@ def test_a_prompt_may_go_on_after_decodes():
     torch.testing.assert_close(torch.cat(parts), inputs.alone()[0][0, :21], rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.parametrize("tokens", [1, 3])
+@pytest.mark.parametrize("hit", [0, 16])
+def test_the_first_step_of_a_request_may_be_a_decode(hit, tokens):
+    """After a prefix-cache hit, and in a row that another request had."""
+    inputs = Inputs([mixer_of(2, 0, width) for width in (3, 4)], 2, 0)
+    cache = FoldCache(CacheLayout(ALL, 8, 2, LEN, FOLD), inputs.mixers, num_slots=16, num_rows=3, chunk_size=4)
+    table, want = torch.arange(1, 16, dtype=torch.int32).view(3, 5), inputs.alone()
+
+    def outputs(at: int, row: int, request: int, first: int, count: int, decodes: int) -> list[Tensor]:
+        span, n = slice(first, first + count), torch.tensor([first])
+        step = cache.step(table[at : at + 1], [row], n, [count], decodes)
+        parts = [step.mix(i, inputs.xbc[request, span], inputs.dt[request, span]) for i in range(2)]
+        step.commit([count])
+        return parts
+
+    outputs(0, 1, 0, 0, 16, 0)
+    outputs(1, 2, 1, 0, 5, 0)
+    table[2, : hit // 8] = table[0, : hit // 8]
+    cache.admit([2], hit)
+    for first in (hit, hit + tokens):
+        for got, alone in zip(outputs(2, 2, 0, first, tokens, 1), want, strict=True):
+            torch.testing.assert_close(got, alone[0, first : first + tokens], rtol=1e-9, atol=1e-9)
+
+
 def test_a_prompt_after_decodes_needs_the_page_of_its_block():
     """A prefill after decodes needs a slot to fold the ring to; after an error the ring is unchanged."""
     inputs = Inputs([mixer_of(2, 0)], 1, 0)

@@ -80,6 +80,8 @@ class FoldCache:
             for at, index in enumerate(group):
                 own[index] = replace(mixers[index], params=tuple(stack[at] for stack in stacks))
         self.mixers = tuple(own)
+        self._new_rows: set[int] = set()
+        """Rows whose request has run no step yet, so that their conv windows are those of an earlier request."""
 
     def admit(self, rows: Sequence[int], computed: Sequence[int] | int = 0) -> None:
         """Start requests in `rows`, with `computed` tokens each of a prefix-cache hit (0 for no hit).
@@ -88,6 +90,7 @@ class FoldCache:
         """
         self._check_rows(rows)
         self.states.admit(rows, computed)
+        self._new_rows.update(rows)
 
     def step(
         self, table: Tensor, rows: Sequence[int], computed: Tensor, query_lens: Sequence[int], num_decodes: int = 0
@@ -132,6 +135,10 @@ class FoldCache:
         request_row = torch.tensor(list(rows), device=table.device)
         carried, lens = self.states.gather(request_row), torch.tensor(list(query_lens), device=table.device)
         plan = plan_replay(self.layout, table, computed, lens, carried.base, carried.accepted)
+        if new := [i for i, row in enumerate(rows[:num_decodes]) if row in self._new_rows]:
+            at = torch.tensor(new, device=table.device)
+            self.pages.admit(request_row[at], plan.slot[at])
+        self._new_rows.difference_update(rows)
         meta = step_metadata(self.chunker, plan, table, request_row, computed, query_lens, num_decodes)
         return FoldStep(self, meta, computed)
 
