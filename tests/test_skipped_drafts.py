@@ -176,16 +176,23 @@ def test_the_head_runs_in_every_step_if_a_later_step_may_need_its_keys(
 def test_steps_that_repeat_a_plan_need_no_new_one_and_no_commit(
     make: Callable[..., LLM], options: dict[str, Any]
 ) -> None:
-    llm, num_repeated = make(mamba_state_policy="slots", **options), 0
+    llm, num_repeated, num_others, num_commits = make(mamba_state_policy="slots", **options), 0, 0, 0
     state = llm.engine.runner.model_state
     prepare, builder, states = state.prepare, state._mamba, state._states
     assert builder is not None
     assert states is not None
+    plan_commit = builder.commit
+
+    def counted(*args: Any, **options: Any) -> Any:
+        nonlocal num_commits
+        num_commits += 1
+        return plan_commit(*args, **options)
 
     def checked(batch: CommonAttentionMetadata, *args: Any, **options: Any) -> StagedStep:
-        nonlocal num_repeated
+        nonlocal num_repeated, num_others
         staged = prepare(batch, *args, **options)
         if state._last is None or not state._last.repeats:
+            num_others += 1
             return staged
         num_repeated += 1
         meta, before = staged.state.mamba, states.values.clone()
@@ -196,12 +203,13 @@ def test_steps_that_repeat_a_plan_need_no_new_one_and_no_commit(
         assert (meta.num_decodes, meta.num_decode_tokens) == (again.num_decodes, again.num_decode_tokens)
         assert meta.num_prefills == 0
         accepted = torch.ones(batch.num_reqs, dtype=torch.int64)
-        copies = builder.commit(again, batch, state._mamba_group, accepted)
+        copies = plan_commit(again, batch, state._mamba_group, accepted)
         assert torch.equal(states.values, before)
         assert not isinstance(copies, CopyPlan) or not copies.dst.any()
         return staged
 
-    state.prepare = checked  # type: ignore[method-assign]
+    state.prepare, builder.commit = checked, counted  # type: ignore[method-assign]
     expected = tokens_of(make(draft_policy=FixedDrafts(3), mamba_state_policy="slots", **options))
     assert tokens_of(llm) == expected
     assert num_repeated > 5
+    assert num_commits <= num_others  # graphs of the end commit without a call

@@ -231,7 +231,7 @@ class ModelState:
             return
         assert context.mamba is not None
         last = self._last
-        if not captured and last is not None and last.repeats and last.metadata is context.mamba:
+        if not captured and last is not None and last.repeats and last.metadata.plan is context.mamba.plan:
             return  # one token a request, as in the step before: what requests carry stays
         accepted = num_valid
         if accepted is None or accepted.shape[0] < context.batch.num_reqs or captured:
