@@ -294,3 +294,12 @@ def test_35387_rows_of_unequal_draft_lengths_keep_their_graph(
     assert set(llm.engine.runner.ends.by_reason) == {SampleDispatchReason.GRAPH, SampleDispatchReason.FORWARD}
     assert llm.engine.runner.ends.by_reason[SampleDispatchReason.FORWARD] <= 2, "prompts"
     assert llm.get_metrics().acceptance.tried[0] > 0
+
+
+@pytest.mark.parametrize("policy", ["slots", "fold"])
+def test_graphs_are_verified_with_the_fewest_state_slots(make: Callable[..., LLM], policy: str) -> None:
+    """A request that fits into one state block has no slots for two."""
+    sharing = {"enable_prefix_caching": True, "mamba_state_policy": policy, "mamba_retention": "none"}
+    llm = make("head", num_speculative_tokens=1, **GRAPHS | sharing, max_model_len=12, block_size=16)
+    assert llm.engine.runner.model_state.state_table.shape[1] == (2 if policy == "slots" else 1)
+    assert llm.engine.verify_graphs(fuzz=3).ok

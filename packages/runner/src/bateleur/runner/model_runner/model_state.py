@@ -154,13 +154,12 @@ class ModelState:
         own = () if self._states is None else ((1 + rows).astype(np.int32)[:, None],)
         if layout.mode is MambaCacheMode.NONE:
             return (*tables, self.state_table[rows], *own)
-        most = 1 + layout.num_speculative_blocks
-        taken = rng.permutation(self.caches.plan.num_state_slots - 1)[: (1 + most) * num_reqs]
-        pages = (1 + taken).astype(np.int32).reshape(1 + most, num_reqs)
-        table = np.zeros((num_reqs, layout.columns()), np.int32)
-        for behind in range(most):
-            table[rows, (after - 1) // layout.block_size + behind] = pages[behind]
-        table[rows, np.maximum(base - 1, 0) // layout.block_size] = pages[most]
+        used = np.zeros((num_reqs, layout.columns()), np.bool_)
+        used[rows, np.maximum(base - 1, 0) // layout.block_size] = True
+        for behind in range(1 + layout.num_speculative_blocks):
+            used[rows, (after - 1) // layout.block_size + behind] = True
+        table = np.zeros(used.shape, np.int32)
+        table[used] = 1 + rng.permutation(self.caches.plan.num_state_slots - 1)[: np.count_nonzero(used)]
         return (*tables, table, *own)
 
     def prepare(
