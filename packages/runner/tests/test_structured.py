@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
 from collections.abc import Iterator, Sequence
@@ -340,6 +341,34 @@ def test_what_would_take_minutes_is_killed(grammars: Grammars, monkeypatch: pyte
     with pytest.raises(ValueError, match=r"it takes more than 0\.5 s to compile"):
         grammars.matcher(StructuredOutputsParams(json=schema), {EOS})
     grammars.matcher(StructuredOutputsParams(regex="still[ ]here"), {EOS})
+
+
+def test_a_grammar_compiles_after_an_idle_child_has_died(grammars: Grammars) -> None:
+    grammars.matcher(StructuredOutputsParams(regex="before[ ]it"), {EOS})
+    for child in grammar_module._COMPILERS._idle:
+        child.kill()
+        child.wait()
+    grammars.matcher(StructuredOutputsParams(regex="after[ ]it"), {EOS})
+
+
+def test_a_child_that_dies_before_it_reads_is_an_error_of_the_grammar(
+    grammars: Grammars, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may die between the check that it lives and the write."""
+    grammars.matcher(StructuredOutputsParams(regex="before[ ]that"), {EOS})
+    for child in grammar_module._COMPILERS._idle:
+        child.kill()
+        child.wait()
+        monkeypatch.setattr(child, "poll", lambda: None)
+    with pytest.raises(ValueError, match="too large or too deep"):
+        grammars.matcher(StructuredOutputsParams(regex="after[ ]that"), {EOS})
+
+
+def test_ctrl_c_does_not_reach_the_children(grammars: Grammars) -> None:
+    """A terminal sends SIGINT to the process group of the engine."""
+    grammars.matcher(StructuredOutputsParams(regex="a[ ]group"), {EOS})
+    for child in grammar_module._COMPILERS._idle:
+        assert os.getpgid(child.pid) != os.getpgid(0)
 
 
 @pytest.mark.parametrize(

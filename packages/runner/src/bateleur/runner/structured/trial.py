@@ -9,6 +9,7 @@ import json
 import signal
 import sys
 import threading
+from contextlib import suppress
 from functools import lru_cache
 from select import select
 from subprocess import PIPE, Popen
@@ -38,11 +39,7 @@ class GrammarCompilers:
 
     def error(self, source: str, num_tokens: int) -> str:
         """Return the error of a grammar; empty if it compiles in `MAX_SECONDS`. num_tokens: size of the vocabulary."""
-        try:
-            child = self._idle.pop()
-        except IndexError:
-            command = [sys.executable, "-P", "-m", __name__]
-            child = Popen(command, stdin=PIPE, stdout=PIPE, text=True, encoding="utf-8")
+        child = self._take_child()
         pipe, answer, reply = child.stdin, child.stdout, ""
         assert pipe is not None
         assert answer is not None
@@ -64,6 +61,18 @@ class GrammarCompilers:
             return "it is too large or too deep"
         return f"it takes more than {MAX_SECONDS:g} s to compile"
 
+    def _take_child(self) -> Popen[str]:
+        """Return an idle child that is alive, or a new one."""
+        with suppress(IndexError):  # other threads take children, too
+            while True:
+                child = self._idle.pop()
+                if child.poll() is None:
+                    return child
+                _end(child)
+        command = [sys.executable, "-P", "-m", __name__]
+        # In a session of its own it gets no Ctrl-C from the terminal.
+        return Popen(command, stdin=PIPE, stdout=PIPE, text=True, encoding="utf-8", start_new_session=True)
+
     def close(self) -> None:
         """End the child processes."""
         while self._idle:
@@ -72,7 +81,7 @@ class GrammarCompilers:
 
 def _end(child: Popen[str]) -> None:
     child.kill()
-    with child:  # closes the pipes and waits
+    with suppress(BrokenPipeError), child:  # closes the pipes and waits; a write may be left that nothing reads
         pass
 
 
