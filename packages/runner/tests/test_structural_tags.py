@@ -118,6 +118,16 @@ def test_keyword_arguments_come_in_order(model: Model, required: list[str]) -> N
         assert model.allows(found, call) == right, keys
 
 
+@pytest.mark.parametrize(("before", "given", "after"), [("", r"^[0-9]+\$", "x"), ("x", r"[0-9]+\$$", "")])
+def test_a_dollar_sign_in_a_pattern_is_no_anchor(model: Model, before: str, given: str, after: str) -> None:
+    schema = {"type": "object", "properties": {"price": {"type": "string", "pattern": given}}, "required": ["price"]}
+    found = answer_grammar(None, "none", TOOL_PARSERS["qwen3_coder"], [Function("f", schema)], once=True)
+    assert found is not None
+    for price, right in (("10$", True), (f"{before}10${after}", True), ("10", False), (f"{after}10${before}", False)):
+        call = f"<tool_call>\n<function=f>\n<parameter=price>\n{price}\n</parameter>\n</function>\n</tool_call>"
+        assert model.allows(found, call) == right, price
+
+
 @pytest.mark.parametrize("name", ["lfm2", "qwen3_coder"])
 @pytest.mark.parametrize(("count", "length"), [(1000, 1), (600, 20_000)])
 def test_large_schemas_are_compiled_or_refused(model: Model, name: str, count: int, length: int) -> None:

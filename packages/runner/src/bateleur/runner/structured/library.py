@@ -79,11 +79,15 @@ def pattern(regex: str) -> str:
     """Return a pattern for llguidance without ^ and $ around it: llguidance has no anchors, and matches whole texts."""
     from llguidance import regex_to_lark
 
+    return regex_to_lark(without_anchors(regex)[0])
+
+
+def without_anchors(regex: str) -> tuple[str, bool, bool]:
+    """Return a pattern without ^ and $ around it, and whether it had each of them."""
     body = regex.removeprefix("^")
-    if body.endswith("$"):
-        escapes = len(body) - 1 - len(body[:-1].rstrip("\\"))
-        body = body[:-1] if escapes % 2 == 0 else body
-    return regex_to_lark(body)
+    num_backslashes = len(body) - 1 - len(body[:-1].rstrip("\\"))
+    ends = body.endswith("$") and num_backslashes % 2 == 0
+    return body.removesuffix("$") if ends else body, body != regex, ends
 
 
 def lark_rules(grammar: str) -> str:

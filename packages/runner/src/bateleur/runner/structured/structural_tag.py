@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from bateleur.runner.structured.library import HEAD, json_grammar, lark_rules, pattern
+from bateleur.runner.structured.library import HEAD, json_grammar, lark_rules, pattern, without_anchors
 from bateleur.runner.utils.arguments import mapping, refuse, shown
 
 Texts: TypeAlias = tuple[str, ...]
@@ -328,8 +328,8 @@ def _pattern_of_text(schema: Mapping[str, Any]) -> str | None:
     kind = schema.get("type")
     if kind == "string":
         if isinstance(given := schema.get("pattern"), str):
-            begin, end = "" if given.startswith("^") else "(?s:.*)", "" if given.endswith("$") else "(?s:.*)"
-            return f"{begin}({given.removeprefix('^').removesuffix('$')}){end}"
+            body, begins, ends = without_anchors(given)
+            return f"{'' if begins else '(?s:.*)'}({body}){'' if ends else '(?s:.*)'}"
         if "minLength" in schema or "maxLength" in schema:
             return f"(?s:.{{{schema.get('minLength', 0)},{schema.get('maxLength', '')}}})"
         return "(?s:.*)"
