@@ -133,6 +133,26 @@ def test_a_head_without_a_token_drafts_less() -> None:
     assert [step.num_drafts for step in steps] == [0, 2, 2, 0, 2, 0]
 
 
+@pytest.mark.parametrize("rule", Rule)
+@pytest.mark.parametrize("bad", [-torch.inf, torch.nan])
+@pytest.mark.parametrize("request_", [Request([0], 9, stop=[3]), Request([0], 3)], ids=["stop", "length"])
+def test_logits_after_the_end_may_be_bad(rule: Rule, bad: float, request_: Request) -> None:
+    """Plain decoding never computes them, but drafts reach behind the end."""
+    table = torch.full((6, 6), -torch.inf)
+    table[range(5), range(1, 6)] = 0
+    table[3] = bad
+
+    def target(ids: Tensor) -> tuple[Tensor, Sequence[Tensor]]:
+        return table[ids], ()
+
+    assert sample(target, request_) == [1, 2, 3]
+    for num_drafts in range(5):
+        steps = list(speculate(target, lambda tokens: range(tokens[-1] + 1, 6), request_, num_drafts, rule=rule))
+        assert text(steps) == [1, 2, 3]
+    with pytest.raises(ValueError, match="logits for index 2 or later hold NaN, or no value above -inf"):
+        list(speculate(target, lambda tokens: range(tokens[-1] + 1, 6), Request([0], 4), 4, rule=rule))
+
+
 def test_steps_are_made_when_they_are_asked_for() -> None:
     calls: list[int] = []
 

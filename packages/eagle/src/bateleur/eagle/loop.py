@@ -97,7 +97,8 @@ def speculate(
         an empty cache.
     drafter: a head, or a function from all tokens so far to likely next ones (`Guess`).
 
-    Raises `ValueError` for a negative `num_drafts`, or if logits of the target have a NaN or none above -inf.
+    Raises `ValueError` for a negative `num_drafts`, or if logits of the target have a NaN or none above -inf. Logits
+    after the end of the answer are ignored.
     """
     if num_drafts < 0:
         raise ValueError(f"num_drafts={num_drafts} must not be negative")
@@ -114,8 +115,6 @@ def speculate(
         starts = torch.tensor([0, 1 + k], dtype=torch.int32, device=device)
         rows = Rows(starts, seeds, torch.tensor([first], device=device), temperature)
         output = verify(apply_temperature(logits[-1 - k :].float(), temperature), drafts, rows, rule=rule)
-        if output.bad:
-            raise ValueError(f"target: the logits for index {first} or later hold NaN, or no value above -inf")
         emitted = output.tokens[0, : int(output.num_emitted)].tolist()
         tokens += emitted
         stay, known = len(tokens) - 1 - known, len(tokens) - 1
@@ -125,7 +124,9 @@ def speculate(
             answer.append(token)
             if ended := request.ends(answer):
                 break
-        yield Step(answer[before:], k, len(emitted) - 1)
+        if (bad := bool(output.bad)) and not ended and len(answer) < request.num_tokens:
+            raise ValueError(f"target: the logits for index {first} or later hold NaN, or no value above -inf")
+        yield Step(answer[before:], k, len(emitted) - (not bad))
         drafts = propose(tokens, [feature[:stay] for feature in features])
 
 
