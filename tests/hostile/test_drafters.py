@@ -45,7 +45,8 @@ class Deciding:
 def shared(tiny: Callable[[str], Path]) -> tuple[LLM, Answering, Deciding]:
     drafter, policy = Answering(), Deciding()
     parts = {"drafter": drafter, "draft_policy": policy, "num_speculative_tokens": 2}
-    return LLM(tiny("llama"), device="cpu", max_model_len=64, max_num_seqs=2, **parts), drafter, policy
+    sizes = {"max_model_len": 64, "max_num_seqs": 2, "max_num_batched_tokens": 16}
+    return LLM(tiny("llama"), device="cpu", **sizes, **parts), drafter, policy
 
 
 @pytest.fixture
@@ -117,11 +118,16 @@ def test_decisions(engine: Any, refused: Any, decision: Callable[[int], Any], sh
         llm.generate("abc", GREEDY)
 
 
-@pytest.mark.parametrize("decision", [lambda r: [1] * r, lambda r: np.full(r, 2), lambda r: np.zeros(r, np.int8)])
-def test_integers_of_any_kind(engine: Any, decision: Callable[[int], Any]) -> None:
+WHOLE_NUMBERS = [lambda r: [1] * r, lambda r: np.full(r, 2), lambda r: np.zeros(r, np.int8), lambda r: np.ones(r, "u1")]
+
+
+@pytest.mark.parametrize("decision", WHOLE_NUMBERS)
+@pytest.mark.parametrize("prompt", ["abc", list(range(2, 42))], ids=["short", "long"])
+def test_integers_of_any_kind(engine: Any, prompt: Any, decision: Callable[[int], Any]) -> None:
+    """In the first steps of a long prompt no request gets drafts. An empty list has no dtype of integers."""
     llm, _, policy = engine
     policy.decision = decision
-    assert len(llm.generate("abc", GREEDY)[0].outputs[0].token_ids) == 6
+    assert len(llm.generate(prompt, GREEDY)[0].outputs[0].token_ids) == 6
 
 
 def test_an_error_of_theirs_is_theirs_and_the_engine_goes_on(engine: Any) -> None:

@@ -323,8 +323,9 @@ def checked_lengths(lengths: Any, most: Int32s, num_drafts: int) -> Int32s:
     Raises ValueError for anything but one integer from 0 to `num_drafts` for each of R requests.
     """
     given = np.asarray(lengths)
-    wrong = given.shape != most.shape or given.dtype.kind != "i"
-    if wrong or (given.size and not (given.min() >= 0 and given.max() <= num_drafts)):
+    wrong = given.shape != most.shape
+    # An empty list becomes an array of floats.
+    if wrong or (given.size and not (given.dtype.kind in "iu" and given.min() >= 0 and given.max() <= num_drafts)):
         rule = f"it must be {len(most)} integers in [0, {num_drafts}]"
         raise ValueError(f"draft_policy gave {shown(lengths)}; {rule}")
     kept: Int32s = np.minimum(given, most).astype(np.int32)
