@@ -180,6 +180,20 @@ def test_a_model_without_an_end_of_32_tokens_a_word(tiny: Callable[..., Path]) -
     assert output.outputs[0].finish_reason == "stop"
 
 
+@pytest.mark.parametrize("draft", [{}, {"draft": "ngram", "num_speculative_tokens": 3}])
+def test_a_complete_text_is_no_error_if_no_end_token_is_allowed(
+    make_llm: Callable[..., LLM], draft: dict[str, Any]
+) -> None:
+    llm = make_llm(**draft)
+    digits = [llm.tokenizer.encode(each, add_special_tokens=False)[0] for each in "0123456789"]
+    asked = {"structured_outputs": {"regex": "[0-9]{3,5}"}, "allowed_token_ids": digits, "seed": 1}
+    for number, sizes in ((digits, {5}), ([*digits, 0], {3, 4, 5})):
+        (output,) = llm.generate("1212", SamplingParams(**asked | {"allowed_token_ids": number}))
+        assert output.outputs[0].finish_reason == "stop"
+        assert re.fullmatch("[0-9]+", output.outputs[0].text)
+        assert len(output.outputs[0].text) in sizes
+
+
 def test_logits_that_are_not_numbers_are_that_under_a_grammar(
     make_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
 ) -> None:

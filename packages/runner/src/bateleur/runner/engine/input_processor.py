@@ -182,6 +182,8 @@ class InputProcessor:
         asked = params.structured_outputs
         if not isinstance(asked, StructuredOutputsParams):
             return [None] * params.n
+        if params.allowed_token_ids is not None:  # other stop tokens never come
+            stop_token_ids = stop_token_ids.intersection(params.allowed_token_ids)
         make = partial(self.grammars.matcher, asked, stop_token_ids, already_compiled=already_compiled)
         return [make() for _ in range(params.n)]
 

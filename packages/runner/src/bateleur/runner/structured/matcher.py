@@ -50,7 +50,7 @@ class Matcher:
     """Follows the tokens of one request through its grammar. Only `accept` and `restart` change its state."""
 
     def __init__(self, grammar: CompiledGrammar, stop_token_ids: Collection[int]) -> None:
-        """stop_token_ids: tokens that end the request; other end-of-sequence tokens are never allowed."""
+        """stop_token_ids: allowed tokens that end the request; other end-of-sequence tokens are never allowed."""
         self._grammar, self.num_words = grammar, grammar.num_words
         self._no_end = sorted(grammar.eos_token_ids.difference(stop_token_ids))
         self._ends = grammar.eos_token_ids.intersection(stop_token_ids)
