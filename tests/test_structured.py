@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from bateleur.eagle import Drafter
 from bateleur.runner import LLM, RequestOutput, SamplingParams
@@ -186,12 +187,26 @@ def test_a_complete_text_is_no_error_if_no_end_token_is_allowed(
 ) -> None:
     llm = make_llm(**draft)
     digits = [llm.tokenizer.encode(each, add_special_tokens=False)[0] for each in "0123456789"]
-    asked = {"structured_outputs": {"regex": "[0-9]{3,5}"}, "allowed_token_ids": digits, "seed": 1}
-    for number, sizes in ((digits, {5}), ([*digits, 0], {3, 4, 5})):
-        (output,) = llm.generate("1212", SamplingParams(**asked | {"allowed_token_ids": number}))
+    for allowed, sizes in ((digits, {5}), ([*digits, 0], {3, 4, 5})):
+        asked = SamplingParams(structured_outputs={"regex": "[0-9]{3,5}"}, allowed_token_ids=allowed, seed=1)
+        (output,) = llm.generate("1212", asked)
         assert output.outputs[0].finish_reason == "stop"
         assert re.fullmatch("[0-9]+", output.outputs[0].text)
         assert len(output.outputs[0].text) in sizes
+
+
+def test_a_draft_before_an_error_counts_as_accepted(make_llm: Callable[..., LLM]) -> None:
+    (letter,) = make_llm().tokenizer.encode("a", add_special_tokens=False)
+    drafter = RandomDrafter(2, VOCAB)
+    drafter.propose = lambda context: torch.full((len(context.rows), 2), letter)  # type: ignore[method-assign]
+    llm = make_llm(drafter=drafter, num_speculative_tokens=2)
+    asked = SamplingParams(structured_outputs={"regex": "aab"}, allowed_token_ids=[letter])
+    (output,) = llm.generate("x", asked)
+    assert output.outputs[0].finish_reason == "error"
+    assert output.outputs[0].drafted == [False, True]
+    acceptance = llm.get_metrics().acceptance
+    assert acceptance is not None
+    assert acceptance.num_accepted == 1
 
 
 def test_logits_that_are_not_numbers_are_that_under_a_grammar(

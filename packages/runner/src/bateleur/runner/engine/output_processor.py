@@ -100,7 +100,7 @@ class OutputProcessor:
         else:
             append_tokens(table, rows[present], tokens_SJ[present], taken[present])
         self._record_tokens(requests, rows, taken, present)
-        return EmittedTokens(taken, (drafts_SK >= 0).cumprod(1).sum(1), np.maximum(num_emitted - 1, 0), reports)
+        return EmittedTokens(taken, (drafts_SK >= 0).cumprod(1).sum(1), num_emitted - (bad == 0), reports)
 
     def _append(self, request: Request, tokens: Sequence[int], bad: int) -> int:
         """Append tokens before the first -1, up to and including one that ends the request; return how many.
