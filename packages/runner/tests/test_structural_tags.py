@@ -118,6 +118,35 @@ def test_keyword_arguments_come_in_order(model: Model, required: list[str]) -> N
         assert model.allows(found, call) == right, keys
 
 
+def calling(triggers: list[str], begins: list[str], **fields: Any) -> StructuredOutputsParams:
+    """Free text with calls, each a begin text, a digit and ">"."""
+    tags = [
+        {"type": "tag", "begin": each, "content": {"type": "regex", "pattern": "[0-9]"}, "end": ">"} for each in begins
+    ]
+    tag = {"type": "triggered_tags", "triggers": triggers, "tags": tags, **fields}
+    return StructuredOutputsParams(structural_tag={"type": "structural_tag", "format": tag})
+
+
+def test_text_before_a_call_has_no_excluded_text(model: Model) -> None:
+    params = calling(["<f"], ["<f="], excludes=["no", "</think>"])
+    for text in ("", "n", "yes", "yes<f=1>", "n<f=1>o", "<f=1> n <f=2>o", "y</thin<f=1>"):
+        assert model.allows(params, text), text
+    for text in ("no", "not<f=1>", "no<f=1>", "<f=1>no<f=2>", "y</think><f=1>", "<f=1></think>"):
+        assert not model.allows(params, text), text
+    inner = {"type": "any_text", "excludes": ["no"]}
+    tag = {"type": "tag", "begin": "[", "content": inner, "end": "]"}
+    params = StructuredOutputsParams(structural_tag={"type": "structural_tag", "format": tag})
+    assert [model.allows(params, text) for text in ("[n]", "[no]", "[not]")] == [True, False, False]
+
+
+@pytest.mark.parametrize("triggers", [["<f", "<fo"], ["<fo", "<f"]])
+def test_the_order_of_triggers_does_not_matter(model: Model, triggers: list[str]) -> None:
+    params = calling(triggers, ["<fo=", "<fx="])
+    for text in ("<fo=1>", "x<fx=1>y<fo=2>"):
+        assert model.allows(params, text), text
+    assert not model.allows(params, "x<f")
+
+
 @pytest.mark.parametrize(("before", "given", "after"), [("", r"^[0-9]+\$", "x"), ("x", r"[0-9]+\$$", "")])
 def test_a_dollar_sign_in_a_pattern_is_no_anchor(model: Model, before: str, given: str, after: str) -> None:
     schema = {"type": "object", "properties": {"price": {"type": "string", "pattern": given}}, "required": ["price"]}

@@ -146,7 +146,8 @@ class _Compiler:
         bodies: dict[str, list[str]] = {}
         for tag in part.several("tags"):
             begin = tag.text("begin")
-            trigger = next((trigger for trigger in triggers if trigger and begin.startswith(trigger)), None)
+            # A longer one comes too late: free text ends at the first trigger.
+            trigger = min((each for each in triggers if each and begin.startswith(each)), key=len, default=None)
             if trigger is None:
                 rule = f"text that begins with one of the triggers {shown(triggers)}"
                 refuse(f"{tag.place}.begin", begin, rule)
@@ -221,34 +222,44 @@ class _Compiler:
         """
         tags, known = (*calls, *ends, *excludes), self._tokens
         ids = known.ends | {known.tags[tag] for tag in tags if tag in known.tags}
-        if all(tag in known.tags for tag in tags):
-            text = f"<[^{','.join(map(str, sorted(ids)))}]>*" if ids else "<[*]>*"
-            head: Callable[[str], str] = self._literal
-        else:
-            text, head = self._text(excludes, known.special - ids), self._text_up_to
+        lead, text = f"<[^{','.join(map(str, sorted(ids)))}]>*" if ids else "<[*]>*", '""'
+        if not all(tag in known.tags for tag in tags):
+            lead, text = self._text(excludes, known.special - ids)
         name = f"r{len(self._names)}"
         self._names[name] = name
         after = f"{name}?" if last else name if after is None else after
+
+        def head(tag: str) -> str:
+            # Text can't contain a tag that is one token.
+            return f"{text} {self._literal(tag)}" if tag in known.tags else self._text_up_to(tag, excludes)
+
         parts = [f"{head(trigger)} {body} {after}" for trigger, body in calls.items()]
         if parts := [*parts, *map(head, ends)]:
-            self.rules.append(f"{name}: {text} ({' | '.join(parts)}){'' if ends or last else '?'}")
+            parts += [] if ends or last else [text]
+            self.rules.append(f"{name}: {lead} ({' | '.join(parts)})")
             return name
-        return text
+        return f"{lead} {text}"
 
-    def _text(self, excludes: Texts, special: Collection[int]) -> str:
-        """Return the expression of text without the tags `excludes`, in which the tokens `special` may occur."""
-        tags, specials = self._tokens.tags, self._tokens.special
-        texts = "|".join(escaped(tag) for tag in excludes if tags.get(tag) not in specials)
-        text = self._rule(f"{_TEXT} & ~/(?s:.*)({texts})(?s:.*)/", terminal=True) if texts else _TEXT
-        return f"({text} | <[{','.join(map(str, sorted(special)))}]>)*" if special else f"{text}?"
-
-    def _text_up_to(self, tag: str) -> str:
-        """Return the expression that continues free text up to and including the first `tag`.
-
-        If the tag is one token, the expression is only the tag, because the free text can't contain this token. Else it
-        is any text that ends with the tag.
+    def _text(self, excludes: Texts, special: Collection[int]) -> tuple[str, str]:
+        """Return the expressions of text up to the last of the tokens `special` in it, and of the text after them. It
+        has none of the tags `excludes`.
         """
-        return self._literal(tag) if tag in self._tokens.tags else self._lazy(f"(?s:.*){escaped(tag)}")
+        barred = self._barred(excludes)
+        text = self._rule(f"{_TEXT} & ~/(?s:.*)({barred})(?s:.*)/", terminal=True) if barred else _TEXT
+        return f"({text}? <[{','.join(map(str, sorted(special)))}]>)*" if special else "", f"{text}?"
+
+    def _text_up_to(self, tag: str, excludes: Texts) -> str:
+        """Return the expression of free text, without the tags `excludes`, up to and including the first `tag`."""
+        end, barred = escaped(tag), self._barred(excludes)
+        if not barred:
+            return self._lazy(f"(?s:.*){end}")
+        text = self._rule(f"/(?s:.*){end}/ & ~/(?s:.*)({barred})(?s:.*){end}/", terminal=True)
+        return self._rule(text, options="[lazy]")
+
+    def _barred(self, tags: Texts) -> str:
+        """Return the pattern of those tags that are not special tokens; empty if there are none."""
+        known, special = self._tokens.tags, self._tokens.special
+        return "|".join(escaped(tag) for tag in tags if known.get(tag) not in special)
 
     def _literal(self, text: str) -> str:
         """Return the expression of exactly this text, with token ids for tags that are tokens."""
