@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import resource
 import sys
 from collections.abc import Iterator, Sequence
 from functools import reduce
@@ -22,7 +23,7 @@ from bateleur.runner.assets import shipped_model
 from bateleur.runner.structured import grammar as grammar_module
 from bateleur.runner.structured import trial
 from bateleur.runner.structured.grammar import Grammars, token_bytes
-from bateleur.runner.structured.library import SPECIAL, library_tokenizer
+from bateleur.runner.structured.library import HEAD, SPECIAL, library_tokenizer
 from bateleur.runner.structured.matcher import CompiledGrammar, Matcher, fill
 from bateleur.runner.structured_outputs import MAX_BYTES, StructuredOutputsParams
 from bateleur.runner.text.tokenizer import NoTokenizer
@@ -362,6 +363,25 @@ def test_a_child_that_dies_before_it_reads_is_an_error_of_the_grammar(
         monkeypatch.setattr(child, "poll", lambda: None)
     with pytest.raises(ValueError, match="too large or too deep"):
         grammars.matcher(StructuredOutputsParams(regex="after[ ]that"), {EOS})
+
+
+def test_a_server_with_a_thousand_connections_compiles_grammars() -> None:
+    """File descriptors from 1024 on, which `select` can't wait for."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard < 2048:
+        pytest.skip(f"this system allows only {hard} open files")
+    compilers, opened = trial.GrammarCompilers(), list[int]()
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2048), hard))
+    try:
+        while not opened or opened[-1] < 1024:
+            opened.append(os.open(os.devnull, os.O_RDONLY))
+        source = json.dumps({"grammars": [{"lark_grammar": HEAD + 'start: "a"'}]})
+        assert compilers.error(source, VOCAB) == ""
+    finally:
+        compilers.close()
+        for each in opened:
+            os.close(each)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_ctrl_c_does_not_reach_the_children(grammars: Grammars) -> None:

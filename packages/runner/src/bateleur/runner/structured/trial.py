@@ -11,7 +11,7 @@ import sys
 import threading
 from contextlib import suppress
 from functools import lru_cache
-from select import select
+from select import POLLIN, poll
 from subprocess import PIPE, Popen
 from typing import TYPE_CHECKING
 
@@ -46,7 +46,9 @@ class GrammarCompilers:
         try:
             pipe.write(json.dumps([source, num_tokens, MAX_SECONDS]) + "\n")
             pipe.flush()
-            if ended := bool(select([answer], [], [], _MAX_WAIT)[0]):
+            waiting = poll()  # `select` takes only the first 1024 file descriptors of a process
+            waiting.register(answer, POLLIN)
+            if ended := bool(waiting.poll(1000 * _MAX_WAIT)):
                 reply = answer.readline()
         except BrokenPipeError:
             ended = True
