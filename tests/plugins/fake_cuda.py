@@ -506,8 +506,9 @@ def _replace_loading(patch: pytest.MonkeyPatch, spec: ModelSpec) -> None:
         return HybridDecoder(checkpoint.spec, dtype=dtype, device=device)
 
     patch.setattr("bateleur.runner.engine.setup.resolve_device", torch.device)
+    fields = {"spec": spec, "overrides": {}, "dequantize": False}
     patch.setattr(
-        "bateleur.runner.engine.setup.open_checkpoint", lambda path, *_, **__: SimpleNamespace(spec=spec, path=path)
+        "bateleur.runner.engine.setup.open_checkpoint", lambda path, *_, **__: SimpleNamespace(path=path, **fields)
     )
     patch.setattr("bateleur.runner.engine.setup.with_end_tokens", lambda checkpoint, tokenizer: checkpoint)
     patch.setattr("bateleur.runner.engine.setup.load_model", load_model)

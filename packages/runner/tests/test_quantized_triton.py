@@ -170,11 +170,20 @@ ON_SALE = [
 ]
 
 
-@pytest.mark.slow
-@pytest.mark.published_sizes
+FAST = ("I4 groups", "MX4")
+"""Schemes whose bfloat16 kernels the fast tests compile."""
+SWEEP = (pytest.mark.slow, pytest.mark.published_sizes)
+
+
 @pytest.mark.skipif(INTERPRETED, reason="nothing is compiled there")
-@pytest.mark.parametrize("name", ON_SALE)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(
+    ("dtype", "name"),
+    [
+        pytest.param(dtype, name, marks=() if name in FAST and dtype == torch.bfloat16 else SWEEP)
+        for dtype in (torch.bfloat16, torch.float32)
+        for name in ON_SALE
+    ],
+)
 def test_launches_compile_for_hopper(name: str, dtype: torch.dtype) -> None:
     """Of published sizes: no spills, and as many blocks of a multiprocessor as the kernels promise."""
     from sm90 import compiling, faults_of

@@ -198,7 +198,7 @@ def test_a_number_that_no_reply_can_repeat_is_refused(scripted: Any) -> None:
 def test_a_response_is_cancelled_between_its_reasoning_and_its_answer(
     scripted: Any, scripted_engine: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    submit, aborted = scripted_engine.submit, asyncio.Event()
+    submit, aborted, between = scripted_engine.submit, asyncio.Event(), asyncio.Event()
     abort = scripted_engine.abort
 
     async def abort_none(request_id: str) -> None:
@@ -207,6 +207,7 @@ def test_a_response_is_cancelled_between_its_reasoning_and_its_answer(
 
     async def submit_later(*args: Any, **options: Any) -> Any:
         if options["continued"]:
+            between.set()
             await aborted.wait()
         return await submit(*args, **options)
 
@@ -217,7 +218,7 @@ def test_a_response_is_cancelled_between_its_reasoning_and_its_answer(
         client = scripted.openai()
         more = {"thinking_token_budget": 1, "enable_thinking": True, "ignore_eos": True, "max_output_tokens": 900}
         begun = await client.responses.create(model="scripted", input="x", background=True, extra_body=more)
-        await asyncio.sleep(0.1)  # the reasoning ends
+        await asyncio.wait_for(between.wait(), 60)  # the reasoning has ended
         assert (await client.responses.cancel(begun.id)).status == "cancelled"
 
     asyncio.run(run())

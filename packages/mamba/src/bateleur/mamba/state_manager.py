@@ -147,7 +147,10 @@ class MambaStateManager:
         missing = [column for column in kept if self.table[row, column] == 0]
         if not missing:
             return
-        held_R = np.count_nonzero((self.table > 0) & ~self._spare, axis=1)
+        held = self.table > 0
+        if self.layout.steps_ahead:  # the next step is planned before `commit` frees the spare slots of this one
+            held &= ~self._spare
+        held_R = np.count_nonzero(held, axis=1)
         reserve = int(np.maximum(self._max_per_row - held_R, 0).sum())
         room = min(len(missing), self.pool.num_free - reserve)
         if room > 0:  # later boundaries are more likely to be hit

@@ -170,7 +170,7 @@ class EngineThread(Thread):
 
     def add(self, requests: list[RequestGroup], reader: OutputReader) -> None:
         """Run these requests and report to this reader. No other request may have their ids.
-        Then `reader.queued` ends.
+        `reader.queued` ends when they are queued, or with the error for which they can't be.
         """
         names = tuple(reader.unfinished)
         self._post(partial(self._add, requests, names, reader), partial(self._refuse, names, reader))

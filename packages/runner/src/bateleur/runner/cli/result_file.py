@@ -57,7 +57,7 @@ class ResultFile:
 
         Raises ValueError if another run writes to the file, a line is not a result, or a request has changed.
         """
-        self._starts = np.full(requests.num_lines + 1 if self._regular else 0, _NONE, np.int64)
+        self._starts = np.full(requests.num_lines + 1, _NONE, np.int64)
         if not self._regular:
             return 0
         try:
@@ -104,7 +104,7 @@ class ResultFile:
 
     def has_result(self, line: int) -> bool:
         """Whether the request of this line has a result."""
-        return self._regular and bool(self._starts[line] != _NONE)
+        return bool(self._starts[line] != _NONE)
 
     def write(self, line: int, record: Mapping[str, Any]) -> None:
         """Write a whole result, and flush it. Raises an OSError that names the file."""
@@ -117,8 +117,7 @@ class ResultFile:
             while left:
                 left = left[self._file.write(left) :]
             self._file.flush()
-        if self._regular:
-            self._starts[line] = self._end
+        self._starts[line] = self._end
         self._end += len(data)
 
     def finish(self) -> None:

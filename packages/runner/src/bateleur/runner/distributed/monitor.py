@@ -68,16 +68,18 @@ class RankMonitor(Progress):
             return
         started.set_result(ranks)
         failed = self._watch({each.connection.status: each for each in ranks})
-        if failed:
-            self._find_fault(ranks)
-        for each in ranks:
-            each.connection.close()
-        _end(ranks, 0.0 if failed else _EXIT_SECONDS)
         try:
-            if failed and self.fault is not None:
-                self._abort()
-                if self.on_fault is not None:
-                    self.on_fault(self.fault)
+            if failed:
+                self._find_fault(ranks)
+            for each in ranks:
+                each.connection.close()
+            _end(ranks, 0.0 if failed else _EXIT_SECONDS)
+            if self.fault is not None:
+                try:
+                    self._abort()
+                finally:
+                    if self.on_fault is not None:
+                        self.on_fault(self.fault)
         finally:  # the first rank waits for these events
             for event in (*self._phases.values(), self._over):
                 event.set()
@@ -145,7 +147,10 @@ def _describe_exit(process: Popen[bytes] | None) -> str:
         code = process.wait(_EXIT_SECONDS)
     except TimeoutExpired:
         return "has closed its connections"
-    return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"has left with exit code {code}"
+    if code >= 0:
+        return f"has left with exit code {code}"
+    named = {each.value: each.name for each in signal.Signals}
+    return f"was ended by {named.get(-code, f'signal {-code}')}"
 
 
 def _end(ranks: Sequence[RankProcess], seconds: float) -> None:

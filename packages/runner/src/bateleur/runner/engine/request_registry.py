@@ -48,7 +48,7 @@ class RequestRegistry:
         self.fetched_by_caller: set[str] = set()
         """Requests whose outputs a caller takes by id."""
         self.abandoned: set[str] = set()
-        """Requests in `fetched_by_caller` whose caller is gone."""
+        """Requests whose caller is gone. Some may not have been queued."""
         self._undelivered: dict[str, RequestGroup] = {}
         """Requests with output that was not taken yet."""
         self._reported: dict[RequestGroup, tuple[ReportedState, ...]] = {}

@@ -132,6 +132,7 @@ class AutoRoundReader(GptqReader):
             raise ValueError(f"quantization_config: packing_format is {packing!r}; its zero points are not known")
         self.less_one = packing == _LESS_ONE
         self._extra = each_object(fields, "extra_config")
+        self._patterns = [name for name in self._extra if _SPECIAL.intersection(name)]
         for each in self._extra.values():
             integer(each, "bits", 4)
             integer(each, "group_size", -1)
@@ -149,8 +150,7 @@ class AutoRoundReader(GptqReader):
         """Return the entry of `extra_config` that is one of the names, or else the first pattern that occurs in one."""
         if (exact := next((name for name in names if name in self._extra), None)) is not None:
             return self._extra[exact]
-        patterns = (name for name in self._extra if _SPECIAL.intersection(name))
-        return next((self._extra[pattern] for pattern in patterns if occurs(pattern, names)), {})
+        return next((self._extra[pattern] for pattern in self._patterns if occurs(pattern, names)), {})
 
 
 class AwqReader(QuantizedReader):

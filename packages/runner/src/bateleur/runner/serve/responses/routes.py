@@ -19,6 +19,7 @@ from bateleur.runner.serve.errors import error_of, http_error, http_errors
 from bateleur.runner.serve.json_text import JSONText, dumps
 from bateleur.runner.serve.openai.replies import chat_logprobs
 from bateleur.runner.serve.openai.requests import ChatRequest, chat_request
+from bateleur.runner.serve.parsers.events import Content
 from bateleur.runner.serve.responses.body import NAMES, Item, ResponsesBody, chat_body
 from bateleur.runner.serve.responses.writer import ResponseWriter
 from bateleur.runner.serve.service import Service
@@ -198,9 +199,12 @@ class _Responses:
         return JSONText(self._stored(response_id).response)
 
     async def delete(self, request: Request, response_id: str) -> Response:
-        """Delete a stored response. Aborts it if it is running."""
+        """Delete a stored response. Aborts it if it is running; status 409 if it does not end soon."""
         self._stored(response_id)
-        await self._cancel(response_id)
+        try:
+            await self._cancel(response_id)
+        except TimeoutError:
+            raise http_error(409, f"response {response_id} is still running; delete it when it has ended") from None
         self._store.drop(response_id)
         return JSONText({"id": response_id, "object": "response", "deleted": True})
 
@@ -238,6 +242,7 @@ class _Responses:
     ) -> AsyncGenerator[dict[str, Any], None]:
         writer, response = ResponseWriter(running.response, body.custom_tools), running.response
         self._running[response["id"]] = running
+        reasons = answered.prepared.phase != "none"
         try:
             async with aclosing(answered.reports()) as reports:
                 for event in writer.begin():
@@ -245,8 +250,10 @@ class _Responses:
                 with http_errors():
                     async for report in reports:
                         logprobs, answer_start = self._logprobs(answered.parsed, report.completion)
+                        answer_start = answer_start if reasons else 0
                         for event in writer.write(report.events, logprobs, answer_start=answer_start):
                             yield event
+                        reasons &= not (answer_start or any(isinstance(each, Content) for each in report.events))
             for event in writer.end(_usage(answered)):
                 yield event
         except HTTPException as error:
