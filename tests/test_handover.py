@@ -144,7 +144,7 @@ def test_other_weights_refuse_it_whatever_their_file_is_called(
 
 
 def test_weights_that_are_read_in_another_way_refuse_it(tiny: Callable[..., Path], tmp_path: Path) -> None:
-    """Multipliers of Falcon-H1 are folded into weights; formats of GPTQ may lie in a file beside config.json."""
+    """Multipliers of Falcon-H1 are folded into weights; formats of GPTQ may have a file of their own."""
     options: dict[str, Any] = {"device": "cpu", "skip_tokenizer_init": True, "enable_prefix_caching": True}
     sizes = {"max_model_len": 96, "max_num_seqs": 2, "block_size": 4, "mamba_block_size": 8}
     (tmp_path / "gptq").mkdir()

@@ -137,7 +137,7 @@ def test_a_head_without_a_token_drafts_less() -> None:
 @pytest.mark.parametrize("bad", [-torch.inf, torch.nan])
 @pytest.mark.parametrize("request_", [Request([0], 9, stop=[3]), Request([0], 3)], ids=["stop", "length"])
 def test_logits_after_the_end_may_be_bad(rule: Rule, bad: float, request_: Request) -> None:
-    """Plain decoding never computes them, but drafts reach behind the end."""
+    """Plain decoding never computes them, but drafts reach past the end."""
     table = torch.full((6, 6), -torch.inf)
     table[range(5), range(1, 6)] = 0
     table[3] = bad

@@ -185,7 +185,7 @@ def test_a_waiting_file_that_was_forgotten_is_written_later(tiers: Tiers) -> Non
 
 
 def test_a_waiting_file_that_was_forgotten_is_read_if_another_process_writes_it(tiers: Tiers) -> None:
-    """Its name was marked as bad for ever, and left out of each scan."""
+    """Its name stayed marked as bad, and was left out of each scan."""
     tiers.save()
     tiers.forget()
     other = Tiers(tiers.path.parent)

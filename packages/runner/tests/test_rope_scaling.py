@@ -116,7 +116,7 @@ def test_frequencies_that_do_not_fit_are_refused(tmp_path: Path) -> None:
 def test_older_names_replace_fields_of_rope_parameters(
     tmp_path: Path, override: dict[str, Any], same: dict[str, Any]
 ) -> None:
-    """transformers would ignore `rope_theta`, and drop that of the file with `rope_scaling`."""
+    """transformers would ignore `rope_theta`, and drop the file's value with `rope_scaling`."""
     rope = {"rope_type": "linear", "factor": 3.0, "rope_theta": 500.0}
     folder = tiny.save(tiny.make_model("llama", rope_parameters=rope), tmp_path / "file")
     wanted = tiny.save(tiny.make_model("llama", rope_parameters=rope | same), tmp_path / "wanted")

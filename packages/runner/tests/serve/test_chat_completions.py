@@ -347,7 +347,7 @@ def test_a_full_queue_refuses_no_answer_to_a_reasoning(
 
     async def submit_and_fill(*args: Any, **options: Any) -> Any:
         reader = await submit(*args, **options)
-        if not taken:  # other requests take all room, also that of the reasoning after its end
+        if not taken:  # other requests take all room, also the place that the ended reasoning had
             taken.extend(limit.take([None] * 1027, 1))
             taken.extend(limit.take([None], 1, continued=True))
         return reader

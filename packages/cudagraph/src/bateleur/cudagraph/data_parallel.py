@@ -123,7 +123,7 @@ def _join(batches: Sequence[UnpaddedBatch]) -> UnpaddedBatch:
 def _rank_without_graph(
     steps: Sequence[RankStep], joint: UnpaddedBatch, reason: DispatchReason, dispatcher: CudagraphDispatcher
 ) -> tuple[int | None, DispatchReason]:
-    """Return the rank because of which the `joint` batch runs eagerly, and the constraint that this rank violates.
+    """Return the rank that makes the `joint` batch run eagerly, and the constraint that this rank violates.
 
     The own batch of this rank fits no graph, or the rank has not captured the graph of the joint batch. If this holds
     for several ranks, return the one whose constraint is checked first. If it holds for none, return (None, `reason`).

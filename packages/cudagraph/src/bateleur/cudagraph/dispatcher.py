@@ -19,7 +19,7 @@ class DispatchReason(StrEnum):
     """Why a batch runs on a graph or eagerly.
 
     DECODE, MIXED and PIECEWISE name the kind of graph. IDLE means that no data-parallel rank has a batch. The others
-    name the constraint because of which a batch runs eagerly, and are listed in the order of the checks. If the batch
+    name the constraint that makes a batch run eagerly, and are listed in the order of the checks. If the batch
     violates different constraints of different graphs, the reason is the constraint that is checked last.
     """
 

@@ -41,8 +41,8 @@ def _merged(fields: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str
 def _renamed(rotary: object, overrides: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the overrides with `rope_theta` and `rope_scaling` as fields of `rope_parameters`.
 
-    rotary: `rope_parameters` of the file. transformers would ignore `rope_theta` beside it, and with `rope_scaling`
-    drop all of it, the file's `rope_theta` included.
+    rotary: `rope_parameters` of the file. transformers would ignore `rope_theta` if the file has them, and drop all of
+    them, `rope_theta` included, if `rope_scaling` is given.
     """
     if not isinstance(rotary, dict):
         return overrides

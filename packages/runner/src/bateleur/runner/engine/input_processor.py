@@ -78,7 +78,7 @@ class InputProcessor:
         lora_request: LoRARequest | None = None,
     ) -> RequestGroup:
         """Make a request. Raises ValueError, naming argument, value and rule, if it could never run.
-        params: None means `default_params`. kind: output kind; None means that of the parameters. request_id: None
+        params: None means `default_params`. kind: output kind; None means the kind of the parameters. request_id: None
         creates an id that is not in `taken`, the ids in use.
         """
         params = self.default_params if params is None else _checked_params("sampling_params", params)

@@ -102,7 +102,7 @@ def _fields(setup: EngineSetup) -> dict[str, str]:
     model, plan, layout = setup.model, setup.cache_plan, setup.cache_plan.layout
     slots = layout is not None and layout.policy is StatePolicy.SLOTS
     return {
-        **setup.reading,
+        **setup.load_options,
         "model": blake2b(repr(setup.spec).encode(), digest_size=8).hexdigest(),
         "dtype": str(model.dtype).removeprefix("torch."),
         "kv_cache_dtype": str(plan.costs.kv_dtype).removeprefix("torch."),

@@ -59,7 +59,7 @@ class EngineSetup:
     policy: chooses the number of drafts. rule: acceptance rule. prompt_scan: kernel that runs recurrent layers over
     prompts. host: sizes of the host-memory tier; None without offloading. disk: folder of the disk tier and its size
     limit in bytes, None for the default; None without a disk tier. adapters: LoRA adapters on the device; None without
-    `enable_lora`. reading: options, by name, that change weights although the files are the same.
+    `enable_lora`. load_options: values of options, by name, that change the weights read from equal files.
     """
 
     folder: Path
@@ -73,7 +73,7 @@ class EngineSetup:
     drafter: Drafter | DraftHead | None
     policy: DraftPolicy
     rule: Rule
-    reading: Mapping[str, str]
+    load_options: Mapping[str, str]
     async_scheduling: bool = False
     prompt_scan: PromptScan = PromptScan.OWN
     host: HostSizes | None = None
@@ -133,7 +133,7 @@ class EngineSetup:
             async_scheduling=ahead,
             prompt_scan=scan,
             adapters=adapters,
-            reading=_reading(checkpoint),
+            load_options=_load_options(checkpoint),
         )
         return _CacheSizes(made, config, network, caches, drafter, ranks, data).sized(limits, graphs, measure)
 
@@ -152,8 +152,8 @@ def _open(config: ModelConfig) -> tuple[Checkpoint, Tokenizer]:
     return with_end_tokens(checkpoint, tokenizer), tokenizer
 
 
-def _reading(checkpoint: Checkpoint) -> dict[str, str]:
-    """Return `EngineSetup.reading`; fields of `hf_overrides` as a digest, because they may be long."""
+def _load_options(checkpoint: Checkpoint) -> dict[str, str]:
+    """Return `EngineSetup.load_options`; fields of `hf_overrides` as a digest, because they may be long."""
     overrides = json.dumps(checkpoint.overrides, sort_keys=True, default=str).encode()
     return {
         "hf_overrides": blake2b(overrides, digest_size=8).hexdigest() if checkpoint.overrides else "none",

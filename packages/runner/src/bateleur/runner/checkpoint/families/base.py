@@ -36,7 +36,7 @@ class Family:
     tensor names in some files, prefix in `names` that it stands for). fold: returns the names with multipliers of the
     configuration folded into weights. inside: field with the configuration of the text model. kinds: supported
     `layer_types`. plain: fields whose values transformers passes through unchanged. If a file has no others,
-    transformers is asked only for fields that are missing in it. needs: fields of which a file must have at least one.
+    transformers is asked only for fields that are missing in it. needs: a file must have at least one of these fields.
     """
 
     model_type: str

@@ -222,7 +222,7 @@ class _Responses:
         if running is None:
             return self._stored(response_id).response
         async with asyncio.timeout(_CANCEL_SECONDS):
-            while not running.ended.is_set():  # the request of an answer may follow that of its reasoning
+            while not running.ended.is_set():  # the answer may be another request, after the reasoning
                 await self._service.llm.abort(f"{response_id}-0")
                 with suppress(TimeoutError):
                     await asyncio.wait_for(running.ended.wait(), _ABORT_SECONDS)
